@@ -1,0 +1,89 @@
+"""Rigid and projective transforms.
+
+A transform is named ``dst_from_src`` and is a ``(..., 4, 4)`` matrix that takes homogeneous column
+vectors of the frame ``src`` to the frame ``dst``, so that neighbours cancel when they are chained:
+``image_from_global = image_from_lidar @ lidar_from_global``.
+
+An *image* frame holds ``(u * d, v * d, d, 1)`` for the pixel ``(u, v)`` at depth ``d`` metres; pixel
+``(0, 0)`` is the CENTRE of the top-left pixel, as in the nuScenes intrinsics and OpenCV.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def make_transform(rotation: Tensor, translation: Tensor) -> Tensor:
+    """Assemble ``dst_from_src`` ``(..., 4, 4)`` from rotation ``(..., 3, 3)`` and translation
+    ``(..., 3)`` [m], the origin of ``src`` seen from ``dst``."""
+    top = torch.cat([rotation, translation.unsqueeze(-1)], dim=-1)
+    bottom = top.new_tensor([0.0, 0.0, 0.0, 1.0]).expand(*top.shape[:-2], 1, 4)
+    return torch.cat([top, bottom], dim=-2)
+
+
+def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
+    """Rotation matrices ``(..., 3, 3)`` of quaternions ``(..., 4)`` in the order w, x, y, z; they
+    need not have unit length."""
+    w, x, y, z = (quaternion / quaternion.norm(dim=-1, keepdim=True)).unbind(-1)
+    rows = [
+        torch.stack([1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)], -1),
+        torch.stack([2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)], -1),
+        torch.stack([2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)], -1),
+    ]
+    return torch.stack(rows, dim=-2)
+
+
+def intrinsic_to_transform(intrinsic: Tensor) -> Tensor:
+    """``image_from_camera`` ``(..., 4, 4)`` of a camera matrix ``(..., 3, 3)`` in pixels."""
+    return make_transform(intrinsic, intrinsic.new_zeros(intrinsic.shape[:-1]))
+
+
+def pixel_map_to_transform(network_from_original: Tensor) -> Tensor:
+    """Lift an affine map of pixels ``(..., 3, 3)`` to a transform ``(..., 4, 4)`` between image frames.
+
+    An image frame stores ``(u d, v d, d, 1)``, so the shift of the pixel map multiplies the depth: it
+    stands in the third column, not in the fourth.
+    """
+    return make_transform(
+        network_from_original, network_from_original.new_zeros(network_from_original.shape[:-1])
+    )
+
+
+def invert_rigid(dst_from_src: Tensor) -> Tensor:
+    """Inverse ``src_from_dst`` of rotations with translation; exact where a general inverse is not.
+
+    Only for rigid transforms: for one that scales (BEV augmentation) or projects use
+    :func:`torch.linalg.inv` on float32 or float64.
+    """
+    rotation = dst_from_src[..., :3, :3].transpose(-1, -2)
+    translation = -(rotation @ dst_from_src[..., :3, 3:]).squeeze(-1)
+    return make_transform(rotation, translation)
+
+
+def apply_transform(dst_from_src: Tensor, points: Tensor) -> Tensor:
+    """Take points ``(..., P, 3)`` [m] of ``src`` to ``dst``; leading dimensions broadcast."""
+    rotation, translation = dst_from_src[..., :3, :3], dst_from_src[..., None, :3, 3]
+    return points @ rotation.transpose(-1, -2) + translation
+
+
+def project(image_from_src: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
+    """Project points ``(..., P, 3)`` [m] into images.
+
+    Returns:
+        pixels ``(..., P, 2)`` as u (right), v (down), and depth ``(..., P)`` [m] along the optical
+        axis. Where depth is not positive the pixel means nothing (it is divided by 1e-5 m).
+    """
+    image = apply_transform(image_from_src, points)
+    depth = image[..., 2]
+    return image[..., :2] / depth.clamp(min=1e-5).unsqueeze(-1), depth
+
+
+def yaw_of(dst_from_src: Tensor) -> Tensor:
+    """Yaw ``(...)`` [rad] of the x axis of ``src`` in the x-y plane of ``dst``, counter-clockwise."""
+    return torch.atan2(dst_from_src[..., 1, 0], dst_from_src[..., 0, 0])
+
+
+def wrap_angle(angle: Tensor) -> Tensor:
+    """The same angle [rad] in (-pi, pi]."""
+    return math.pi - torch.remainder(math.pi - angle, 2 * math.pi)

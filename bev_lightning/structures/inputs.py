@@ -1,0 +1,96 @@
+"""What a model asks of the data: which sensors, at which size. A sensor left out is never read."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CameraInput:
+    """Images as the network sees them.
+
+    Attributes:
+        size: height, width of the network's image [pixels].
+        channels: camera channels in the order of ``Cameras.images``.
+        mean, std: per-channel RGB normalisation on the 0..255 scale.
+    """
+
+    size: tuple[int, int]
+    channels: tuple[str, ...] = (
+        "CAM_FRONT",
+        "CAM_FRONT_RIGHT",
+        "CAM_FRONT_LEFT",
+        "CAM_BACK",
+        "CAM_BACK_LEFT",
+        "CAM_BACK_RIGHT",
+    )
+    mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
+    std: tuple[float, float, float] = (58.395, 57.12, 57.375)
+
+    def __post_init__(self) -> None:
+        for name in ("size", "channels", "mean", "std"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class LidarInput:
+    """Lidar points as the network sees them.
+
+    Attributes:
+        range: x_min, y_min, z_min, x_max, y_max, z_max [m]; points outside are dropped.
+        sweeps: sweeps before the key frame to add to it, 0 to 10; a scene's first frames have fewer.
+        max_points: points kept per sample, the key frame's and the youngest sweeps' first.
+        min_distance: points closer than this to the sensor in x and y [m] are dropped (the ego car).
+    """
+
+    range: tuple[float, float, float, float, float, float]
+    sweeps: int = 9
+    max_points: int = 300_000
+    min_distance: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "range", tuple(float(v) for v in self.range))
+
+
+@dataclass(frozen=True)
+class RadarInput:
+    """Radar returns as the network sees them.
+
+    Attributes:
+        range: as for the lidar [m].
+        channels: radar channels; a return's ``sensor`` feature indexes this tuple.
+        sweeps: sweeps before the key frame to add, per radar.
+        max_points: returns kept per sample.
+    """
+
+    range: tuple[float, float, float, float, float, float]
+    channels: tuple[str, ...] = (
+        "RADAR_FRONT",
+        "RADAR_FRONT_LEFT",
+        "RADAR_FRONT_RIGHT",
+        "RADAR_BACK_LEFT",
+        "RADAR_BACK_RIGHT",
+    )
+    sweeps: int = 5
+    max_points: int = 2_500
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "range", tuple(float(v) for v in self.range))
+        object.__setattr__(self, "channels", tuple(self.channels))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The sensors one model reads.
+
+    Attributes:
+        camera, lidar, radar: None where the model does not read that sensor.
+        history: key frames before the current one that come along in ``Batch.history``.
+    """
+
+    camera: CameraInput | None = None
+    lidar: LidarInput | None = None
+    radar: RadarInput | None = None
+    history: int = 0
+
+    def __post_init__(self) -> None:
+        if self.camera is None and self.lidar is None and self.radar is None:
+            raise ValueError("a model must read at least one of camera, lidar and radar")
