@@ -1,0 +1,1 @@
+"""LightningModules: one training step for every detector."""

@@ -1,0 +1,141 @@
+"""The LightningModule of every detector, with the only training step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bev_lightning.errors import InputError
+from bev_lightning.modules.optimizer import AdamW
+from bev_lightning.objectives.nuscenes import NuScenesEvaluator, Scores
+from bev_lightning.objectives.submission import Entries, to_entries
+from bev_lightning.structures import Batch, Boxes3D, Inputs
+
+
+class Detector(Protocol):
+    """A network that turns a batch into predictions, and predictions into boxes."""
+
+    def __call__(self, batch: Batch) -> Any: ...
+
+    def decode(self, predictions: Any) -> Boxes3D:
+        """Boxes ``(B, M)`` in the model frame, with scores."""
+        ...
+
+
+class DetectionModule(L.LightningModule):
+    """Trains, validates and predicts with any detector.
+
+    Args:
+        network: an nn.Module that keeps :class:`Detector`.
+        objective: ``(predictions, targets) -> {term: weighted scalar}``; the loss is their sum.
+        inputs: the sensors that the network reads.
+        classes: names in the order of the labels.
+        optim: the optimizer's recipe; None for a module that is only evaluated.
+        evaluator: scores predictions at the end of a validation; None leaves them unscored.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        objective: Callable[[Any, Boxes3D], dict[str, Tensor]],
+        inputs: Inputs,
+        classes: Sequence[str],
+        optim: AdamW | None = None,
+        evaluator: NuScenesEvaluator | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.objective = objective
+        self.inputs = inputs
+        self.classes = tuple(classes)
+        self.optim = optim
+        self.evaluator = evaluator
+        self.provenance: dict[str, Any] = {}
+        self.scores: Scores | None = None
+        self.scored_step = -1
+        self.results: Entries = {}
+
+    def forward(self, batch: Batch) -> Any:
+        return self.network(batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        terms = self._losses(self.network(batch), batch)
+        loss = torch.stack(list(terms.values())).sum()
+        logged = {f"train/{name}": value.detach() for name, value in terms.items()}
+        self.log_dict({"train/loss": loss.detach(), **logged}, batch_size=batch.size)
+        return {
+            "loss": loss,
+            "terms": {name: value.detach() for name, value in terms.items()},
+            "sample_tokens": batch.sample_tokens,
+        }
+
+    def on_validation_epoch_start(self) -> None:
+        self.results = {}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Boxes3D]:
+        predictions = self.network(batch)
+        if batch.targets is not None:
+            terms = self._losses(predictions, batch)
+            loss = torch.stack(list(terms.values())).sum()
+            self.log("val/loss", loss, batch_size=batch.size, sync_dist=True)
+        return {"boxes": self._collect(predictions, batch)}
+
+    def on_validation_epoch_end(self) -> None:
+        self.results = self._gather(self.results)
+        if self.evaluator is None or self.trainer.sanity_checking:
+            return
+        scores: list[Scores | None] = [None]
+        if self.global_rank == 0:
+            scores = [self.evaluator.evaluate(self.results, list(self.results))]
+        if dist.is_initialized():
+            dist.broadcast_object_list(scores, src=0)
+        self.scores, self.scored_step = scores[0], self.global_step
+        assert self.scores is not None
+        self.log_dict({f"val/{name}": value for name, value in self.scores.to_log().items()}, rank_zero_only=False)
+
+    def on_predict_epoch_start(self) -> None:
+        self.results = {}
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Boxes3D:
+        return self._collect(self.network(batch), batch)
+
+    def on_predict_epoch_end(self) -> None:
+        self.results = self._gather(self.results)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        if self.optim is None:
+            raise InputError("this module was built without an optimizer; give optim= to train it")
+        optimizer, schedule = self.optim.build(
+            self.parameters(), int(self.trainer.estimated_stepping_batches)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Plain containers only, so that the file loads with weights_only=True.
+        checkpoint["bev_lightning"] = self.provenance
+
+    def _losses(self, predictions: Any, batch: Batch) -> dict[str, Tensor]:
+        if batch.targets is None:
+            raise InputError(
+                f"the samples {', '.join(batch.sample_tokens)} have no annotations to train on; "
+                "use a split that has them (v1.0-test has none)"
+            )
+        return self.objective(predictions, batch.targets)
+
+    def _collect(self, predictions: Any, batch: Batch) -> Boxes3D:
+        boxes: Boxes3D = self.network.decode(predictions)  # type: ignore[operator]
+        self.results.update(
+            to_entries(boxes, batch.global_from_lidar, batch.sample_tokens, self.classes)
+        )
+        return boxes
+
+    def _gather(self, results: Entries) -> Entries:
+        """All ranks' results on every rank; a sample that padded two shards counts once."""
+        if not dist.is_initialized():
+            return results
+        shards: list[Entries] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(shards, results)
+        return {token: entries for shard in shards for token, entries in shard.items()}

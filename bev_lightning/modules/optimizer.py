@@ -1,0 +1,72 @@
+"""Optimizer and learning-rate schedule as one typed value."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from bev_lightning.errors import InputError
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW with a warm-up and a decay, counted in optimizer steps.
+
+    Attributes:
+        lr: peak learning rate.
+        weight_decay: decoupled decay of weights; biases and norms (one-dimensional) are left out.
+        betas: decay of the first and second moment.
+        schedule: ``cosine`` (linear warm-up, half a cosine down), ``onecycle`` (cosine up and down,
+            Smith and Topin 2019) or ``constant`` (after the warm-up).
+        warmup: share of all steps, 0 to 1, in which the rate rises.
+        start_factor, end_factor: rate at the first and at the last step, as a share of ``lr``.
+    """
+
+    lr: float
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    start_factor: float = 0.1
+    end_factor: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("cosine", "onecycle", "constant"):
+            raise InputError(f"optim.schedule={self.schedule} is unknown; use cosine, onecycle or constant")
+        if not self.lr > 0:
+            raise InputError(f"optim.lr={self.lr} must be positive")
+        if not 0 <= self.warmup <= 1:
+            raise InputError(f"optim.warmup={self.warmup} is a share of all steps; use a number from 0 to 1")
+
+    def factor(self, step: int, num_steps: int) -> float:
+        """Learning rate of the step (0-based) as a share of ``lr``."""
+        num_warmup = max(1, round(self.warmup * num_steps)) if self.warmup else 0
+        if step < num_warmup:
+            rise = step / num_warmup
+            if self.schedule == "onecycle":
+                rise = (1 - math.cos(math.pi * rise)) / 2
+            return self.start_factor + (1 - self.start_factor) * rise
+        if self.schedule == "constant":
+            return 1.0
+        fall = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
+        return self.end_factor + (1 - self.end_factor) * (1 + math.cos(math.pi * fall)) / 2
+
+    def build(
+        self, parameters: Iterable[nn.Parameter], num_steps: int
+    ) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        """The optimizer over the parameters that take gradients, and its schedule for ``num_steps``."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.lr,
+            betas=tuple(self.betas),
+            fused=True,
+        )
+        return optimizer, LambdaLR(optimizer, lambda step: self.factor(step, num_steps))
