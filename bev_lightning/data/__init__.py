@@ -1,0 +1,1 @@
+"""From files to batches: tables, index, frames, loaders and the DataModule."""
