@@ -1,0 +1,49 @@
+"""Stops a training that has gone wrong, and says where."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from bev_lightning.errors import InputError
+
+
+class FiniteLoss(L.Callback):
+    """Stop with the loss term, the step and the samples where a loss is NaN or infinite.
+
+    A step's flags are read when the next step has been queued, so that the check never makes the
+    host wait for the device; it is at most one step late.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, tuple[str, ...], tuple[str, ...], Tensor] | None = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._check()
+        terms: dict[str, Tensor] = outputs["terms"]
+        finite = torch.isfinite(torch.stack([value.float() for value in terms.values()]))
+        flags = finite.to("cpu", non_blocking=True)
+        self._pending = (batch_idx, outputs["sample_tokens"], tuple(terms), flags)
+        if finite.device.type == "cpu":
+            self._check()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._check()
+
+    def _check(self) -> None:
+        if self._pending is None:
+            return
+        batch_idx, tokens, names, flags = self._pending
+        self._pending = None
+        broken = [name for name, finite in zip(names, flags.tolist(), strict=True) if not finite]
+        if broken:
+            raise InputError(
+                f"the loss {' and '.join(broken)} is not finite at micro-step {batch_idx} "
+                f"(samples {', '.join(tokens)}); lower optim.lr, set trainer.gradient_clip_val, or use "
+                "precision=32 to see whether the precision is to blame"
+            )
