@@ -1,0 +1,1 @@
+"""What is wanted: matching, losses and the nuScenes metric."""
