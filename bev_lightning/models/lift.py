@@ -1,0 +1,262 @@
+"""From image features to the bird's-eye view: lift, splat, and the camera branch around them."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bev_lightning.errors import InputError
+from bev_lightning.ops.bev_pool import bev_pool
+from bev_lightning.structures import BevGrid, Cameras, Points
+from bev_lightning.structures.geometry import project
+
+
+class LiftSplat(nn.Module):
+    """Lift, Splat, Shoot (Philion and Fidler 2020) as MIT BEVFusion uses it, without or with lidar.
+
+    Every feature pixel gets a distribution over depth bins and a context vector; their product is
+    pooled over the BEV cells its points fall into. With ``lidar_depth`` (``DepthLSSTransform``) the
+    depths of the lidar points, drawn into the images, join the features before the prediction.
+
+    The rays of the feature map's pixels run through the image pixels ``linspace(0, W - 1, w)`` and
+    ``linspace(0, H - 1, h)``, not through the centres of the feature pixels: the published weights
+    were trained so.
+
+    Args:
+        in_channels: channels of the image features.
+        out_channels: context channels, and channels of the BEV map.
+        grid: BEV grid of the pooling; points outside its range, in height too, are dropped. The map
+            returned is ``downsample`` times coarser.
+        depth_bins: start, stop, step [m] of the bins along the optical axis; bin k stands at
+            ``start + k * step``, the stop is excluded.
+        downsample: 1, or 2 for the published three convolutions after the pooling.
+        lidar_depth: draw the lidar's depths into the images.
+        stride: image pixels per feature pixel; needed with ``lidar_depth`` only, even.
+        truncate_cells: turn metres into cells by cutting the fraction off instead of rounding down,
+            so that points up to one cell (in height: up to one height of the range) below the lower
+            bounds count too. A bug of the published code, but its weights were trained with these
+            sums in the border cells: switch it off for a training of your own.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        grid: BevGrid,
+        depth_bins: tuple[float, float, float],
+        downsample: int = 1,
+        lidar_depth: bool = False,
+        stride: int = 8,
+        truncate_cells: bool = True,
+    ) -> None:
+        super().__init__()
+        if downsample not in (1, 2):
+            raise InputError(f"LiftSplat downsample {downsample} is not known; take 1 or 2")
+        if lidar_depth and (stride < 2 or stride % 2):
+            raise InputError(f"LiftSplat with lidar_depth needs an even stride, got {stride}")
+        self.pool_grid = grid
+        self.grid = grid.coarsen(downsample)
+        self.depth_bins = (float(depth_bins[0]), float(depth_bins[1]), float(depth_bins[2]))
+        self.num_depths = len(torch.arange(*self.depth_bins))
+        self.out_channels = out_channels
+        self.truncate_cells = truncate_cells
+        num_predicted = self.num_depths + out_channels
+        if lidar_depth:
+            self.depth_encoder: nn.Module | None = nn.Sequential(
+                *_conv_norm_relu(1, 8, 1, bias=True),
+                *_conv_norm_relu(8, 32, 5, stride=stride // 2, bias=True),
+                *_conv_norm_relu(32, 64, 5, stride=2, bias=True),
+            )
+            self.depth_net: nn.Module = nn.Sequential(
+                *_conv_norm_relu(in_channels + 64, in_channels, 3, bias=True),
+                *_conv_norm_relu(in_channels, in_channels, 3, bias=True),
+                nn.Conv2d(in_channels, num_predicted, 1),
+            )
+        else:
+            self.depth_encoder = None
+            self.depth_net = nn.Conv2d(in_channels, num_predicted, 1)
+        self.downsample: nn.Module = nn.Identity()
+        if downsample == 2:
+            self.downsample = nn.Sequential(
+                *_conv_norm_relu(out_channels, out_channels, 3),
+                *_conv_norm_relu(out_channels, out_channels, 3, stride=2),
+                *_conv_norm_relu(out_channels, out_channels, 3),
+            )
+
+    def forward(
+        self, features: Tensor, cameras: Cameras, points: Points | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Lift the features of N cameras.
+
+        Args:
+            features: ``(B, N, C, h, w)``.
+            cameras: their images' size and ``image_from_lidar``.
+            points: the lidar's, read with ``lidar_depth`` only.
+
+        Returns:
+            BEV map ``(B, out_channels, Y, X)`` on ``grid`` and depth logits ``(B, N, D, h, w)``.
+        """
+        logits, context = self.predict_depth(features, cameras, points)
+        # The distribution is float32 under autocast: bins far from the peak matter in the sum.
+        depth = logits.float().softmax(dim=2)
+        cells = self.cells(cameras, (features.shape[-2], features.shape[-1]))
+        bev = bev_pool(depth, context, cells, self.pool_grid.shape)
+        return self.downsample(bev), logits
+
+    def predict_depth(
+        self, features: Tensor, cameras: Cameras, points: Points | None
+    ) -> tuple[Tensor, Tensor]:
+        """Depth logits ``(B, N, D, h, w)`` and context ``(B, N, out_channels, h, w)``."""
+        batch, num_cameras = features.shape[:2]
+        x = features.flatten(0, 1)
+        if self.depth_encoder is not None:
+            if points is None:
+                raise InputError(
+                    "LiftSplat with lidar_depth reads lidar points but the batch brings none; add
+                    the " "lidar to the model's inputs or set lidar_depth=false"
+                )
+            drawn = depth_map(cameras, points).flatten(0, 1).unsqueeze(1)
+            encoded = self.depth_encoder(drawn.to(features.dtype))
+            if encoded.shape[-2:] != x.shape[-2:]:
+                raise InputError(
+                    f"LiftSplat encodes the depth of {tuple(drawn.shape[-2:])} images to "
+                    f"{tuple(encoded.shape[-2:])} but the features are {tuple(x.shape[-2:])}; set
+                    stride " f"to image pixels per feature pixel"
+                )
+            x = torch.cat([encoded, x], dim=1)
+        predicted = self.depth_net(x).unflatten(0, (batch, num_cameras))
+        logits, context = predicted.split((self.num_depths, self.out_channels), dim=2)
+        return logits, context
+
+    def frustum(self, cameras: Cameras, size: tuple[int, int]) -> Tensor:
+        """Points ``(B, N, D, h, w, 3)`` [m] in the model frame of every depth of every feature
+        pixel."""
+        origin, rays = self._rays(cameras, size)
+        depths = torch.arange(*self.depth_bins, device=rays.device)
+        return origin[:, :, None, None, None] + depths[:, None, None, None] * rays[:, :, None]
+
+    @torch.no_grad()
+    def cells(self, cameras: Cameras, size: tuple[int, int]) -> Tensor:
+        """BEV cells ``(B, N, D, h, w)`` int32 ``j * X + i`` on ``pool_grid``, -1 outside of it.
+
+        Args:
+            size: h, w of the feature map.
+        """
+        height, width = self.pool_grid.shape
+        x, y, z = self.frustum(cameras, size).unbind(-1)
+        z_extent = self.pool_grid.range[5] - self.pool_grid.range[2]
+        inside = torch.ones_like(x, dtype=torch.bool)
+        indices = []
+        for values, low, cell, num in (
+            (x, self.pool_grid.range[0], self.pool_grid.cell[0], width),
+            (y, self.pool_grid.range[1], self.pool_grid.cell[1], height),
+            (z, self.pool_grid.range[2], z_extent, 1),
+        ):
+            value = (values - low) / cell
+            inside &= (value > -1 if self.truncate_cells else value >= 0) & (value < num)
+            indices.append(value)
+        # Truncation and rounding down agree from 0 on, and (-1, 0) is cell 0 or already outside.
+        i, j = (value.clamp(0, 2**15).to(torch.int32) for value in indices[:2])
+        return torch.where(inside, j * width + i, -1)
+
+    @torch.no_grad()
+    def _rays(self, cameras: Cameras, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Camera centres ``(B, N, 3)`` [m] and rays ``(B, N, h, w, 3)`` [m per metre of depth]."""
+        # An image frame is affine: point = matrix (u d, v d, d) + shift. The inverse in closed form
+        # needs no solver and no host synchronisation; float64 since focal lengths stand beside
+        # ones.
+        image_from_lidar = cameras.image_from_lidar.double()
+        a, b, c = image_from_lidar[..., :3, :3].unbind(-2)
+        bc = torch.linalg.cross(b, c)
+        columns = torch.stack([bc, torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=-1)
+        inverse = columns / (a * bc).sum(-1)[..., None, None]
+        origin = -(inverse @ image_from_lidar[..., :3, 3:]).squeeze(-1)
+        height, width = cameras.images.shape[-2:]
+        device = inverse.device
+        v = torch.linspace(0, height - 1, size[0], device=device, dtype=torch.float64)
+        u = torch.linspace(0, width - 1, size[1], device=device, dtype=torch.float64)
+        rows = v[:, None, None] * inverse[..., None, None, :, 1] + inverse[..., None, None, :, 2]
+        rays = rows + u[:, None] * inverse[..., None, None, :, 0]
+        return origin.float(), rays.float()
+
+
+class CameraBranch(nn.Module):
+    """Images to a BEV map: backbone, neck (its first map is lifted), view transform."""
+
+    def __init__(self, backbone: nn.Module, neck: nn.Module, lift: LiftSplat) -> None:
+        super().__init__()
+        self.backbone, self.neck, self.lift = backbone, neck, lift
+
+    def forward(self, cameras: Cameras, points: Points | None = None) -> tuple[Tensor, Tensor]:
+        """BEV map ``(B, C, Y, X)`` on ``lift.grid`` and depth logits ``(B, N, D, h, w)``."""
+        features: Tensor = self.neck(self.backbone(cameras.images.flatten(0, 1)))[0]
+        bev, logits = self.lift(features.unflatten(0, cameras.images.shape[:2]), cameras, points)
+        return bev, logits
+
+
+@torch.no_grad()
+def depth_map(cameras: Cameras, points: Points) -> Tensor:
+    """Draw the lidar points into the images.
+
+    A point at (u, v) is drawn into the pixel whose indices are u and v without their fractions, as
+    in MIT BEVFusion. Where several points fall into one pixel the nearest stays: it hides the
+    others. (The published code keeps the last one written, which on a GPU is any of them.)
+
+    Returns:
+        ``(B, N, H, W)`` float32 depth [m], 0 where no point falls.
+    """
+    batch, num_cameras, _, height, width = cameras.images.shape
+    with torch.autocast(cameras.images.device.type, enabled=False):
+        xyz = points.features[:, None, :, :3].float()
+        pixels, depth = project(cameras.image_from_lidar.float(), xyz)
+        real = torch.arange(xyz.shape[2], device=xyz.device) < points.count[:, None, None]
+        u, v = pixels.unbind(-1)
+        seen = real & (depth > 1e-5) & (u >= 0) & (u < width) & (v >= 0) & (v < height)
+        # Points that are not seen go to one slot more per image, so that no list has a length that
+        # only the device knows; the minimum does not depend on the order of writing.
+        slot = torch.where(seen, v.long() * width + u.long(), height * width)
+        drawn = depth.new_full((batch, num_cameras, height * width + 1), torch.inf)
+        drawn.scatter_reduce_(2, slot, depth, "amin")
+        drawn = drawn[..., :-1].unflatten(2, (height, width))
+        return torch.where(drawn.isinf(), 0.0, drawn)
+
+
+@torch.no_grad()
+def depth_targets(
+    cameras: Cameras,
+    points: Points,
+    depth_bins: tuple[float, float, float],
+    size: tuple[int, int],
+) -> Tensor:
+    """The depth bin that the lidar sees at each feature pixel, to supervise the depth logits with.
+
+    A feature pixel takes the nearest point of its block of image pixels (BEVDepth, Li et al. 2023,
+    section 3.2) and the bin whose depth is closest.
+
+    Args:
+        depth_bins: start, stop, step [m], as :class:`LiftSplat` has them.
+        size: h, w of the feature map.
+
+    Returns:
+        ``(B, N, h, w)`` int64 bin, -1 where no point falls or its depth is beyond the bins.
+    """
+    start, _, step = depth_bins
+    num_depths = len(torch.arange(*depth_bins))
+    drawn = depth_map(cameras, points)
+    height, width = drawn.shape[-2:]
+    block = (-(-height // size[0]), -(-width // size[1]))
+    pad = (0, block[1] * size[1] - width, 0, block[0] * size[0] - height)
+    hidden = F.pad(torch.where(drawn > 0, -drawn, -torch.inf), pad, value=-torch.inf)
+    nearest = -F.max_pool2d(hidden, block)
+    bins = ((nearest - start) / step).round()
+    inside = (bins >= 0) & (bins < num_depths)
+    return torch.where(inside, bins, -1).long()
+
+
+def _conv_norm_relu(
+    in_channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = False
+) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return (
+        nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, bias=bias),
+        nn.BatchNorm2d(out_channels),
+        nn.ReLU(inplace=True),
+    )

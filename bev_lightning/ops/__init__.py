@@ -1,0 +1,1 @@
+"""Operators: tensors in, tensors out."""
