@@ -1,0 +1,90 @@
+"""Pillars: a point cloud as a BEV map, without a limit on points per pillar. Shared by lidar and radar."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bev_lightning.ops.scatter import scatter_max, scatter_mean
+from bev_lightning.ops.voxelize import assign_cells
+from bev_lightning.structures import BevGrid
+
+
+class RowNorm(nn.BatchNorm1d):
+    """Batch norm over the rows of a point cloud ``(M, C)``, of which there may be none.
+
+    With fewer than two rows there is no variance to normalise by: the running statistics serve, as in
+    evaluation, so that a batch of empty clouds trains on. It converts to SyncBatchNorm like any other.
+    """
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training and rows.shape[0] < 2:
+            return F.batch_norm(
+                rows,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                False,
+                0.0,
+                self.eps,
+            )
+        return super().forward(rows)
+
+
+class PillarEncoder(nn.Module):
+    """Dynamic pillars (PointPillars, Lang et al. 2019, with the dynamic voxelisation of Zhou et al.
+    2020): each point sees its place in the grid, its offset from its pillar's centre and from the mean
+    of the pillar's points, and its features; one linear layer, norm and ReLU; maximum over the pillar.
+
+    Positions are divided by the range's half extent and offsets by the cell, so that the inputs of the
+    linear layer are of the order of one for any grid.
+
+    Args:
+        grid: BEV grid of the result; points outside its range are dropped.
+        num_features: features of a point besides x, y, z, of the order of one.
+        out_channels: channels of the BEV map.
+    """
+
+    def __init__(self, grid: BevGrid, num_features: int, out_channels: int) -> None:
+        super().__init__()
+        self.grid = grid
+        self.num_features = num_features
+        self.out_channels = out_channels
+        self.linear = nn.Linear(3 + 2 + 3 + num_features, out_channels, bias=False)
+        self.norm = RowNorm(out_channels, eps=1e-3, momentum=0.01)
+
+    def forward(self, xyz: Tensor, features: Tensor, count: Tensor) -> Tensor:
+        """Pool points into pillars.
+
+        Args:
+            xyz: ``(B, P, 3)`` [m].
+            features: ``(B, P, num_features)``.
+            count: ``(B,)`` points of each sample, the rows after them are padding.
+
+        Returns:
+            ``(B, out_channels, Y, X)``, zero in pillars without points (channels last in memory).
+        """
+        low, high = self.grid.range[:3], self.grid.range[3:]
+        height, width = self.grid.shape
+        num_cells = xyz.shape[0] * height * width
+        cells = assign_cells(
+            xyz, count, self.grid.range, (*self.grid.cell, high[2] - low[2])
+        ).flatten()
+        # The one host synchronisation: the points kept are fewer than the padded rows, and padding
+        # must stay out of the norm's statistics.
+        kept = (cells >= 0).nonzero().squeeze(1)
+        cells = cells[kept]
+        points = xyz.flatten(0, 1)[kept].float()
+        centre = (points.new_tensor(low) + points.new_tensor(high)) / 2
+        half_extent = (points.new_tensor(high) - points.new_tensor(low)) / 2
+        size = points.new_tensor((*self.grid.cell, (high[2] - low[2]) / 2))
+        index = torch.stack([cells % width, cells // width % height], dim=1)
+        position = (points - centre) / half_extent
+        from_centre = (points[:, :2] - points.new_tensor(low[:2])) / size[:2] - index - 0.5
+        from_mean = (points - scatter_mean(points, cells, num_cells)[cells]) / size
+        rows = torch.cat(
+            [position, from_centre, from_mean, features.flatten(0, 1)[kept].float()], dim=1
+        )
+        rows = F.relu(self.norm(self.linear(rows)))
+        bev = scatter_max(rows, cells, num_cells)
+        return bev.view(xyz.shape[0], height, width, self.out_channels).permute(0, 3, 1, 2)

@@ -1,0 +1,33 @@
+"""Radar branch: returns of all radars to a BEV map."""
+
+import torch
+from torch import Tensor, nn
+
+from bev_lightning.models.pillars import PillarEncoder
+from bev_lightning.structures import BevGrid, Radar
+
+
+class RadarBranch(nn.Module):
+    """Radar returns to a BEV map by pillars: radar cross-section, compensated velocity, age and which
+    radar saw it.
+
+    Args:
+        grid: BEV grid of the result.
+        out_channels: channels of the BEV map.
+        num_sensors: number of radars.
+    """
+
+    def __init__(self, grid: BevGrid, out_channels: int, num_sensors: int = 5) -> None:
+        super().__init__()
+        self.num_sensors = num_sensors
+        self.pillars = PillarEncoder(grid, num_features=4 + num_sensors, out_channels=out_channels)
+        self.out_channels = out_channels
+
+    def forward(self, radar: Radar) -> Tensor:
+        """``(B, out_channels, Y, X)``."""
+        # RCS is some tens of dBsm, velocities some m/s, six sweeps span half a second.
+        scale = radar.features.new_tensor([1 / 20, 1 / 10, 1 / 10, 2.0])
+        sensors = torch.arange(self.num_sensors, device=scale.device)
+        sensor = radar.features[..., 7:].round() == sensors
+        features = torch.cat([radar.features[..., 3:7] * scale, sensor.to(scale.dtype)], dim=-1)
+        return self.pillars(radar.features[..., :3], features, radar.count)
