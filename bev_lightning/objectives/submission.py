@@ -1,0 +1,226 @@
+"""Boxes in the nuScenes submission format: global frame, quaternions, attribute names.
+
+The format is that of https://www.nuscenes.org/object-detection; conversion and attribute rule are those
+of ``NuScenesDataset._format_bbox`` in mmdetection3d 0.17, on which the published models were scored.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bev_lightning.structures.boxes import Boxes3D
+
+logger = logging.getLogger(__name__)
+
+Entry = dict[str, Any]
+Results = dict[str, list[Entry]]
+
+MAX_BOXES_PER_SAMPLE = 500
+"""The devkit refuses a submission with more boxes in a sample."""
+
+MOVING_SPEED = 0.2
+"""Speed [m/s] above which the published rule calls an object moving."""
+
+_MOVING = {
+    **dict.fromkeys(("car", "truck", "construction_vehicle", "bus", "trailer"), "vehicle.moving"),
+    **dict.fromkeys(("motorcycle", "bicycle"), "cycle.with_rider"),
+    "pedestrian": "pedestrian.moving",
+}
+_STILL = {
+    **dict.fromkeys(("car", "truck", "construction_vehicle", "trailer"), "vehicle.parked"),
+    **dict.fromkeys(("motorcycle", "bicycle"), "cycle.without_rider"),
+    "bus": "vehicle.stopped",
+    "pedestrian": "pedestrian.standing",
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Boxes that the official evaluation would stop at.
+
+    Attributes:
+        invalid: boxes with NaN, infinity or a size of zero or less.
+        over_limit: boxes beyond the 500 of highest score of their sample.
+    """
+
+    invalid: int = 0
+    over_limit: int = 0
+
+
+def attribute_of(name: str, speed: float) -> str:
+    """Attribute guessed from class and speed [m/s]; empty for classes that have none."""
+    return (_MOVING if speed > MOVING_SPEED else _STILL).get(name, "")
+
+
+def to_entries(
+    boxes: Boxes3D,
+    global_from_lidar: Tensor,
+    sample_tokens: Sequence[str],
+    classes: Sequence[str],
+) -> Results:
+    """Convert boxes of the model frame to nuScenes detection entries, one list for each sample.
+
+    Padding is left out; nothing else is: pass the result through :func:`clean` before it is scored by
+    other code. An unknown velocity (NaN) is written as zero, as the published code does; annotations,
+    which have no score, get the score 1.
+
+    Args:
+        boxes: ``(B, M)`` in the model frame, the label indexing ``classes``.
+        global_from_lidar: ``(B, 4, 4)`` float64, the inverse of any BEV augmentation included; a
+            uniform scale or a mirroring in it is undone on sizes and headings too.
+        sample_tokens: nuScenes tokens of the B samples.
+        classes: nuScenes detection names.
+    """
+    boxes = boxes.to(torch.device("cpu"))
+    pose = global_from_lidar.detach().to("cpu", torch.float64)
+    linear, origin = pose[:, :3, :3], pose[:, :3, 3]
+    scale = linear.det().abs().pow(1.0 / 3.0)
+    unit = linear / scale[:, None, None]
+
+    centre = boxes.centre.detach().double() @ linear.transpose(1, 2) + origin[:, None]
+    size = boxes.size.detach().double()[..., [1, 0, 2]] * scale[:, None, None]
+    yaw = boxes.yaw.detach().double()
+    ahead = torch.stack([yaw.cos(), yaw.sin(), torch.zeros_like(yaw)], -1) @ unit.transpose(1, 2)
+    up = unit[:, None, :, 2].expand_as(ahead)
+    # left = up x ahead keeps the box axes right-handed where the transform mirrors.
+    axes = torch.stack([ahead, torch.linalg.cross(up, ahead), up], dim=-1)
+    rotation = _rotation_to_quaternion(axes)
+    velocity = boxes.velocity.detach().double()
+    velocity = torch.cat([velocity, torch.zeros_like(velocity[..., :1])], -1) @ linear.transpose(1, 2)
+    velocity = velocity.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)[..., :2]
+    speed = velocity.norm(dim=-1)
+    score = torch.ones_like(yaw) if boxes.score is None else boxes.score.detach().double()
+
+    results: Results = {}
+    for b, token in enumerate(sample_tokens):
+        keep = boxes.valid[b].nonzero().squeeze(-1)
+        columns = zip(
+            centre[b, keep].tolist(),
+            size[b, keep].tolist(),
+            rotation[b, keep].tolist(),
+            velocity[b, keep].tolist(),
+            boxes.label[b, keep].tolist(),
+            score[b, keep].tolist(),
+            speed[b, keep].tolist(),
+            strict=True,
+        )
+        results[token] = [
+            {
+                "sample_token": token,
+                "translation": box_centre,
+                "size": box_size,
+                "rotation": box_rotation,
+                "velocity": box_velocity,
+                "detection_name": classes[label],
+                "detection_score": box_score,
+                "attribute_name": attribute_of(classes[label], box_speed),
+            }
+            for box_centre, box_size, box_rotation, box_velocity, label, box_score, box_speed in columns
+        ]
+    return results
+
+
+def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Results, Refused]:
+    """Leave out what the official evaluation stops at; the log says so once for the same findings.
+
+    Boxes with NaN, infinity or a size of zero or less go; of the others the 500 with the highest score
+    stay in each sample, in their old order.
+    """
+    cleaned: Results = {}
+    invalid = over_limit = 0
+    first_invalid = first_over = ""
+    for token, entries in results.items():
+        kept = [entry for entry in entries if _is_valid(entry)]
+        if len(kept) < len(entries):
+            invalid += len(entries) - len(kept)
+            first_invalid = first_invalid or token
+        if len(kept) > MAX_BOXES_PER_SAMPLE:
+            over_limit += len(kept) - MAX_BOXES_PER_SAMPLE
+            first_over = first_over or token
+            order = sorted(range(len(kept)), key=lambda i: kept[i]["detection_score"], reverse=True)
+            kept = [kept[i] for i in sorted(order[:MAX_BOXES_PER_SAMPLE])]
+        cleaned[token] = kept
+    if invalid:
+        _say_once(
+            f"{invalid} predicted boxes hold NaN or infinity or have no extent and were left out "
+            f"(first in sample {first_invalid})"
+        )
+    if over_limit:
+        _say_once(
+            f"{over_limit} predicted boxes were left out: nuScenes allows {MAX_BOXES_PER_SAMPLE} boxes a "
+            f"sample and those of highest score were kept (first in sample {first_over})"
+        )
+    return cleaned, Refused(invalid, over_limit)
+
+
+def write_submission(
+    path: Path, results: Mapping[str, Sequence[Entry]], meta: Mapping[str, bool]
+) -> Path:
+    """Write the submission JSON after :func:`clean`; whole or not at all.
+
+    Args:
+        path: file to write; its folder is made.
+        results: sample token -> entries, an empty list for samples without predictions.
+        meta: ``use_camera``, ``use_lidar``, ``use_radar``, ``use_map``, ``use_external``; those left
+            out are written as false.
+    """
+    cleaned, _ = clean(results)
+    names = ("use_camera", "use_lidar", "use_radar", "use_map", "use_external")
+    content = {"meta": {name: bool(meta.get(name, False)) for name in names}, "results": cleaned}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(content, allow_nan=False))
+    os.replace(unfinished, path)
+    return path
+
+
+def _is_valid(entry: Entry) -> bool:
+    numbers = (
+        *entry["translation"],
+        *entry["size"],
+        *entry["rotation"],
+        *entry["velocity"],
+        entry["detection_score"],
+    )
+    return all(map(math.isfinite, numbers)) and min(entry["size"]) > 0
+
+
+@lru_cache(maxsize=64)
+def _say_once(sentence: str) -> None:
+    logger.warning(sentence)
+
+
+def _rotation_to_quaternion(rotation: Tensor) -> Tensor:
+    """Unit quaternions ``(..., 4)`` w, x, y, z of proper rotations ``(..., 3, 3)``.
+
+    Of the four classical formulas the one with the largest divisor is taken for each matrix
+    (Shepperd 1978), so that no angle loses digits.
+    """
+    m00, m11, m22 = rotation[..., 0, 0], rotation[..., 1, 1], rotation[..., 2, 2]
+    twist = rotation - rotation.transpose(-1, -2)
+    mix = rotation + rotation.transpose(-1, -2)
+    x, y, z = twist[..., 2, 1], twist[..., 0, 2], twist[..., 1, 0]
+    squares = torch.stack(
+        [1 + m00 + m11 + m22, 1 + m00 - m11 - m22, 1 - m00 + m11 - m22, 1 - m00 - m11 + m22], -1
+    )
+    candidates = torch.stack(
+        [
+            torch.stack([squares[..., 0], x, y, z], -1),
+            torch.stack([x, squares[..., 1], mix[..., 0, 1], mix[..., 0, 2]], -1),
+            torch.stack([y, mix[..., 0, 1], squares[..., 2], mix[..., 1, 2]], -1),
+            torch.stack([z, mix[..., 0, 2], mix[..., 1, 2], squares[..., 3]], -1),
+        ],
+        dim=-2,
+    )
+    best = squares.nan_to_num().argmax(-1)[..., None, None].expand(*squares.shape[:-1], 1, 4)
+    quaternion = candidates.gather(-2, best).squeeze(-2)
+    return quaternion / quaternion.norm(dim=-1, keepdim=True)
