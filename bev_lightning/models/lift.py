@@ -111,16 +111,16 @@ class LiftSplat(nn.Module):
         if self.depth_encoder is not None:
             if points is None:
                 raise InputError(
-                    "LiftSplat with lidar_depth reads lidar points but the batch brings none; add
-                    the " "lidar to the model's inputs or set lidar_depth=false"
+                    "LiftSplat with lidar_depth reads lidar points but the batch brings none; "
+                    "add the lidar to the model's inputs or set lidar_depth=false"
                 )
             drawn = depth_map(cameras, points).flatten(0, 1).unsqueeze(1)
             encoded = self.depth_encoder(drawn.to(features.dtype))
             if encoded.shape[-2:] != x.shape[-2:]:
                 raise InputError(
                     f"LiftSplat encodes the depth of {tuple(drawn.shape[-2:])} images to "
-                    f"{tuple(encoded.shape[-2:])} but the features are {tuple(x.shape[-2:])}; set
-                    stride " f"to image pixels per feature pixel"
+                    f"{tuple(encoded.shape[-2:])} but the features are {tuple(x.shape[-2:])}; "
+                    f"set stride to image pixels per feature pixel"
                 )
             x = torch.cat([encoded, x], dim=1)
         predicted = self.depth_net(x).unflatten(0, (batch, num_cameras))
@@ -128,8 +128,7 @@ class LiftSplat(nn.Module):
         return logits, context
 
     def frustum(self, cameras: Cameras, size: tuple[int, int]) -> Tensor:
-        """Points ``(B, N, D, h, w, 3)`` [m] in the model frame of every depth of every feature
-        pixel."""
+        """Points ``(B, N, D, h, w, 3)`` [m] in the model frame: every depth of every ray."""
         origin, rays = self._rays(cameras, size)
         depths = torch.arange(*self.depth_bins, device=rays.device)
         return origin[:, :, None, None, None] + depths[:, None, None, None] * rays[:, :, None]

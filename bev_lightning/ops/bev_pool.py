@@ -66,18 +66,22 @@ def build_pool_index(cells: Tensor, shape: tuple[int, int]) -> PoolIndex:
     # A stable sort: the order of summation, and so the last bit, is the same at every run.
     sorted_cell, order = cell.sort(stable=True)
     num_pixels = cells.numel() // num_depths
-    arange = torch.arange(max(num_pixels, batch_size * num_cells), device=cells.device,
-    dtype=integer) starts = {"out_int32": integer == torch.int32}
+    longest = max(num_pixels, batch_size * num_cells)
+    arange = torch.arange(longest, device=cells.device, dtype=integer)
     return PoolIndex(
         points=points.to(integer),
         cells=cell,
-        pixel_starts=torch.searchsorted(pixel, arange[:num_pixels], **starts),
+        pixel_starts=_first_rows(pixel, arange[:num_pixels]),
         order=order.to(integer),
         pixels=pixel[order],
-        cell_starts=torch.searchsorted(sorted_cell, arange[: batch_size * num_cells], **starts),
+        cell_starts=_first_rows(sorted_cell, arange[: batch_size * num_cells]),
         batch_size=batch_size,
         shape=(shape[0], shape[1]),
     )
+
+
+def _first_rows(values: Tensor, wanted: Tensor) -> Tensor:
+    return torch.searchsorted(values, wanted, out_int32=wanted.dtype == torch.int32)
 
 
 def bev_pool(depth: Tensor, features: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -103,8 +107,9 @@ def bev_pool(depth: Tensor, features: Tensor, cells: Tensor, shape: tuple[int, i
 def bev_pool_indexed(depth: Tensor, features: Tensor, index: PoolIndex) -> Tensor:
     """:func:`bev_pool` with an index built before."""
     channels = features.shape[2]
-    accumulate = torch.promote_types(torch.promote_types(depth.dtype, features.dtype),
-    torch.float32) rows = features.movedim(2, -1).reshape(-1, channels).to(accumulate)
+    accumulate = torch.promote_types(depth.dtype, features.dtype)
+    accumulate = torch.promote_types(accumulate, torch.float32)
+    rows = features.movedim(2, -1).reshape(-1, channels).to(accumulate)
     weights = depth.movedim(2, -1).reshape(-1).to(accumulate)[index.points]
     pooled: Tensor = _Pool.apply(weights, rows, index)
     pooled = pooled.view(index.batch_size, *index.shape, channels)
@@ -122,8 +127,7 @@ class _Pool(torch.autograd.Function):
         return _sum_rows(rows, index.pixels, index.cell_starts, weights[index.order])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type:
-    ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         weights, rows = ctx.saved_tensors
         index: PoolIndex = ctx.index
         grad = grad.contiguous()
