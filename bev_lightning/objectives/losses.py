@@ -1,0 +1,163 @@
+"""Losses of the detection heads, in float32 whatever the precision around them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bev_lightning.objectives.heatmap import gaussian_heatmap
+from bev_lightning.objectives.matching import Assignment, TransFusionMatcher
+from bev_lightning.structures import Boxes3D
+from bev_lightning.structures.predictions import BEVFusionPredictions, TransFusionPredictions
+
+# Of cx, cy, cz, log w, log l, log h, sin, cos, vx, vy.
+CODE_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.2, 0.2)
+
+
+class TransFusionObjective:
+    """TransFusion's loss: Gaussian focal on the class heatmap; focal and L1 on the matched queries of
+    each layer.
+
+    A frame without boxes, or a batch of them, trains: its heatmap and queries learn background, the box
+    term is 0. Of a box with unknown velocity only the velocity is left out (the published code trains it
+    towards standing still, because its data reader writes 0 for unknown).
+
+    As published, the terms of every layer are divided by the number of matched queries in all layers
+    and samples together, at least 1.
+
+    Args:
+        class_weight, box_weight, heatmap_weight: of the three terms.
+        code_weights: of the ten numbers of a box in the L1 term.
+        matcher: None takes the published costs.
+        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+    """
+
+    def __init__(
+        self,
+        class_weight: float = 1.0,
+        box_weight: float = 0.25,
+        heatmap_weight: float = 1.0,
+        code_weights: Sequence[float] = CODE_WEIGHTS,
+        matcher: TransFusionMatcher | None = None,
+        min_overlap: float = 0.1,
+        min_radius_cells: int = 2,
+    ) -> None:
+        self.class_weight, self.box_weight = class_weight, box_weight
+        self.heatmap_weight = heatmap_weight
+        self.code_weights = tuple(map(float, code_weights))
+        self.matcher = TransFusionMatcher() if matcher is None else matcher
+        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+
+    def __call__(self, predictions: TransFusionPredictions, targets: Boxes3D) -> dict[str, Tensor]:
+        """Weighted scalars ``heatmap``, ``class`` and ``box``; the layers are summed."""
+        with torch.autocast(predictions.heatmap.device.type, enabled=False):
+            assignment = self.match(predictions, targets)
+            by_class, by_box = self.layer_terms(predictions, targets, assignment)
+            return {
+                "heatmap": self.heatmap_term(predictions.heatmap, targets, predictions),
+                "class": by_class.sum(),
+                "box": by_box.sum(),
+            }
+
+    def match(self, predictions: TransFusionPredictions, targets: Boxes3D) -> Assignment:
+        codec = predictions.codec
+        return self.matcher(
+            predictions.logits.detach(),
+            codec.footprints(predictions.code.detach()),
+            targets.label,
+            codec.footprints(codec.encode(targets)),
+            targets.valid,
+            codec.grid,
+        )
+
+    def heatmap_term(
+        self, logits: Tensor, targets: Boxes3D, predictions: TransFusionPredictions
+    ) -> Tensor:
+        wanted = gaussian_heatmap(
+            targets, predictions.codec.grid, logits.shape[1], self.min_overlap, self.min_radius_cells
+        )
+        return self.heatmap_weight * gaussian_focal_loss(logits, wanted)
+
+    def layer_terms(
+        self, predictions: TransFusionPredictions, targets: Boxes3D, assignment: Assignment
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted class and box terms of each layer, ``(L,)`` each."""
+        num_positive = assignment.positive.sum().clamp(min=1)
+        num_classes = predictions.logits.shape[-1]
+        background = torch.full_like(assignment.box, num_classes)
+        labels = torch.where(assignment.positive, assignment.gather(targets.label), background)
+        by_class = sigmoid_focal_loss(predictions.logits, labels).sum((1, 2, 3))
+        wanted = assignment.gather(predictions.codec.encode(targets))
+        weight = assignment.positive.unsqueeze(-1) * predictions.code.new_tensor(self.code_weights)
+        by_box = masked_l1_loss(predictions.code, wanted, weight).sum((1, 2, 3))
+        return self.class_weight * by_class / num_positive, self.box_weight * by_box / num_positive
+
+
+class BEVFusionObjective:
+    """The loss of the head and, where the network supervises depth, of the camera's depth.
+
+    Args:
+        detection: ``(predictions, targets) -> terms`` of the head's predictions.
+        depth_weight: of the term ``depth``.
+    """
+
+    def __init__(self, detection: TransFusionObjective, depth_weight: float = 0.3) -> None:
+        self.detection, self.depth_weight = detection, depth_weight
+
+    def __call__(self, predictions: BEVFusionPredictions, targets: Boxes3D) -> dict[str, Tensor]:
+        terms = self.detection(predictions.detections, targets)
+        if predictions.depth_logits is not None and predictions.depth_target is not None:
+            terms["depth"] = self.depth_weight * depth_loss(
+                predictions.depth_logits, predictions.depth_target
+            )
+        return terms
+
+
+def gaussian_focal_loss(logits: Tensor, heatmap: Tensor) -> Tensor:
+    """CornerNet's focal loss (Law and Deng, ECCV 2018, equation 1), divided by the number of peaks.
+
+    Args:
+        logits: ``(B, K, Y, X)``.
+        heatmap: the same shape, 0..1, exactly 1 at the centre of a box.
+    """
+    probability = logits.float().sigmoid().clamp(1e-4, 1 - 1e-4)
+    peak = heatmap == 1
+    hit = -probability.log() * (1 - probability).square() * peak
+    miss = -(1 - probability).log() * probability.square() * (1 - heatmap).pow(4)
+    return (hit + miss).sum() / peak.sum().clamp(min=1)
+
+
+def sigmoid_focal_loss(
+    logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0
+) -> Tensor:
+    """RetinaNet's focal loss of each logit, ``(..., K)`` of labels ``(...)``; label K is background."""
+    logits = logits.float()
+    wanted = F.one_hot(labels, logits.shape[-1] + 1)[..., :-1].to(logits.dtype)
+    entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    probability = logits.sigmoid()
+    wrong = probability + wanted - 2 * probability * wanted
+    return entropy * (alpha * wanted + (1 - alpha) * (1 - wanted)) * wrong.pow(gamma)
+
+
+def masked_l1_loss(predicted: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+    """Weighted absolute difference of each number; none where what is wanted is NaN (a velocity that is
+    unknown) or the weight is 0, and no gradient from there either."""
+    counts = torch.isfinite(wanted) & (weight > 0)
+    difference = torch.where(counts, predicted.float() - wanted.nan_to_num(), 0.0)
+    return difference.abs() * weight
+
+
+def depth_loss(depth_logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of the depth distribution where the lidar saw something (BEVDepth, section 4.1),
+    averaged over those pixels; 0 where there are none.
+
+    Args:
+        depth_logits: ``(B, N, D, h, w)``.
+        target: ``(B, N, h, w)`` int64 index of the depth bin, -1 for none.
+    """
+    with torch.autocast(depth_logits.device.type, enabled=False):
+        entropy = F.cross_entropy(
+            depth_logits.float().flatten(0, 1), target.flatten(0, 1), ignore_index=-1, reduction="sum"
+        )
+        return entropy / (target >= 0).sum().clamp(min=1)
