@@ -35,7 +35,9 @@ class ConvFuser(nn.Sequential):
         channels = tuple(bev.shape[1] for bev in maps)
         if channels != self.in_channels:
             raise ValueError(f"ConvFuser takes maps of {self.in_channels} channels, got {channels}")
-        fused: Tensor = super().forward(torch.cat(list(maps), dim=1))
+        fused = torch.cat(list(maps), dim=1)
+        for layer in self:
+            fused = layer(fused)
         return fused
 
 

@@ -30,4 +30,5 @@ class RadarBranch(nn.Module):
         sensors = torch.arange(self.num_sensors, device=scale.device)
         sensor = radar.features[..., 7:].round() == sensors
         features = torch.cat([radar.features[..., 3:7] * scale, sensor.to(scale.dtype)], dim=-1)
-        return self.pillars(radar.features[..., :3], features, radar.count)
+        bev: Tensor = self.pillars(radar.features[..., :3], features, radar.count)
+        return bev

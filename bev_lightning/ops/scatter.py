@@ -23,20 +23,23 @@ def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
     Returns:
         ``(num_cells, C)``, zero in cells without rows.
     """
-    return _scatter_max(values, index, num_cells)[0]  # type: ignore[no-any-return]
+    pooled: Tensor = _scatter_max(values, index, num_cells)[0]
+    return pooled
 
 
 def scatter_sum(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
     """Sum of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, added in
     the order of the rows."""
-    return _scatter_sum(values, index, num_cells)
+    total: Tensor = _scatter_sum(values, index, num_cells)
+    return total
 
 
 def scatter_mean(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
     """Mean of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, zero in
     cells without rows."""
     count = torch.bincount(index, minlength=num_cells).clamp(min=1)
-    return _scatter_sum(values, index, num_cells) / count.unsqueeze(1).to(values.dtype)
+    total: Tensor = _scatter_sum(values, index, num_cells)
+    return total / count.unsqueeze(1).to(values.dtype)
 
 
 @torch.library.custom_op("bev_lightning::scatter_max", mutates_args=())

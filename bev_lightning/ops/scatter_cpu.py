@@ -1,13 +1,15 @@
 """CPU kernel of :mod:`bev_lightning.ops.scatter`, compiled on first use; a GPU never imports it."""
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 
 def max_rows(
-    values: NDArray[np.floating], index: NDArray[np.int64], num_cells: int
-) -> tuple[NDArray[np.floating], NDArray[np.int64]]:
+    values: NDArray[Any], index: NDArray[np.int64], num_cells: int
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Maximum of the rows ``(M, C)`` of each cell and the row it came from, both ``(num_cells, C)``;
     0 and -1 in cells without rows."""
     shape = (num_cells, values.shape[1])

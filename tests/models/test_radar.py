@@ -15,6 +15,7 @@ def _radar(count: list[int]) -> Radar:
 
 
 def test_radar_puts_returns_in_their_cell():
+    torch.manual_seed(0)
     bev = RadarBranch(GRID, 4).eval()(_radar([1]))
     assert bev.shape == (1, 4, 8, 16)
     assert bev[0].abs().sum(0).nonzero().tolist() == [[2, 10]]

@@ -1,11 +1,14 @@
 """Voxelisation: the arithmetic of cells, and hard voxelisation against a plain loop."""
 
+import pytest
 import torch
 
-from bev_lightning.ops.voxelize import assign_cells, grid_shape
+from bev_lightning.ops.voxelize import _number_voxels, assign_cells, grid_shape, voxelize_hard
+from bev_lightning.ops.voxelize_cpu import number_voxels
 
 RANGE = (-4.0, -2.0, -1.0, 4.0, 2.0, 2.0)
 CELL = (0.5, 0.25, 1.0)
+COARSE = (1.0, 1.0, 1.0)
 
 
 def test_grid_shape_is_z_y_x():
@@ -33,3 +36,65 @@ def test_assign_cells_of_empty_clouds():
     assert assign_cells(
         torch.zeros(2, 0, 5), torch.zeros(2, dtype=torch.int64), RANGE, CELL
     ).shape == (2, 0)
+
+
+def _cloud(*counts: int, longest: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.rand(len(counts), longest, 5, generator=generator)
+    # A part lies outside the range, and the cells are coarse enough to hold several points.
+    points[..., :3] = points[..., :3] * torch.tensor([9.0, 4.5, 3.5]) - torch.tensor(
+        [4.5, 2.2, 1.2]
+    )
+    return points, torch.tensor(counts)
+
+
+def _loop(points, count, max_points, max_voxels):
+    voxels, coords, num_points = [], [], []
+    for sample in range(len(count)):
+        seen: dict[tuple[int, int, int], int] = {}
+        for point in points[sample, : count[sample]]:
+            xyz = (point[:3] - torch.tensor(RANGE[:3])) / torch.tensor(COARSE)
+            x, y, z = xyz.floor().int().tolist()
+            if not (0 <= x < 8 and 0 <= y < 4 and 0 <= z < 3):
+                continue
+            if (z, y, x) not in seen:
+                if len(seen) == max_voxels:
+                    continue
+                seen[z, y, x] = len(voxels)
+                voxels.append(torch.zeros(max_points, 5))
+                coords.append([sample, z, y, x])
+                num_points.append(0)
+            number = seen[z, y, x]
+            if num_points[number] < max_points:
+                voxels[number][num_points[number]] = point
+                num_points[number] += 1
+    if not voxels:
+        return torch.zeros(0, max_points, 5), torch.zeros(0, 4).long(), torch.zeros(0).long()
+    return torch.stack(voxels), torch.tensor(coords), torch.tensor(num_points)
+
+
+@pytest.mark.parametrize("counts", [(90, 60), (0, 90), (0, 0), (1, 1)])
+@pytest.mark.parametrize(("max_points", "max_voxels"), [(3, 20), (1, 5), (50, 1000)])
+def test_hard_voxels_equal_plain_loop(counts, max_points, max_voxels):
+    points, count = _cloud(*counts, longest=90)
+    got = voxelize_hard(points, count, RANGE, COARSE, max_points, max_voxels)
+    for ours, expected in zip(got, _loop(points, count, max_points, max_voxels), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("longest", [0, 1, 400])
+def test_sorting_path_equals_kernel(longest):
+    points, count = _cloud(longest, longest // 2, longest, longest=longest, seed=3)
+    cells = assign_cells(points, count, RANGE, COARSE)
+    fast = [torch.from_numpy(a) for a in number_voxels(cells.numpy(), 4, 30)]
+    plain = _number_voxels(cells, 4, 30)
+    for ours, expected in zip(plain, fast, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_all_points_in_one_voxel():
+    points = torch.full((1, 7, 5), 0.25)
+    points[0, :, 3] = torch.arange(7)
+    voxels, coords, num_points = voxelize_hard(points, torch.tensor([7]), RANGE, COARSE, 5, 10)
+    assert voxels[0, :, 3].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert coords.tolist() == [[0, 1, 2, 4]] and num_points.tolist() == [5]
