@@ -1,0 +1,109 @@
+"""One key frame as the index holds it: the tables' own values, in the tables' own frames."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation
+
+LIDAR = "LIDAR_TOP"
+MAX_SWEEPS = 10
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What the S sensors recorded: each key frame file, and lidar and radar sweeps back in time.
+
+    Attributes:
+        channel: S names such as CAM_FRONT.
+        depth: ``(S,)`` int64 recordings before the key frame's, 0 for the key frame itself.
+        token: S sample_data tokens.
+        path: S paths relative to the data root, with forward slashes.
+        timestamp: ``(S,)`` int64 [microseconds].
+        ego_from_sensor: ``(S, 7)`` float64 translation [m] and quaternion w, x, y, z.
+        global_from_ego: ``(S, 7)`` likewise, of the ego at the reading's own time.
+        intrinsic: ``(S, 3, 3)`` float64 camera matrix [pixels], zero for other sensors.
+        size: ``(S, 2)`` int64 height, width [pixels], zero for other sensors.
+    """
+
+    channel: tuple[str, ...]
+    depth: np.ndarray
+    token: tuple[str, ...]
+    path: tuple[str, ...]
+    timestamp: np.ndarray
+    ego_from_sensor: np.ndarray
+    global_from_ego: np.ndarray
+    intrinsic: np.ndarray
+    size: np.ndarray
+
+    def find(self, channel: str) -> list[int]:
+        """Rows of a channel, key frame first; empty where the rig has no such sensor."""
+        rows = [row for row, name in enumerate(self.channel) if name == channel]
+        return sorted(rows, key=lambda row: int(self.depth[row]))
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The M annotated boxes in the GLOBAL frame.
+
+    Attributes:
+        token, instance: M tokens each.
+        category: M category names, e.g. vehicle.car.
+        detection: M detection classes, e.g. car; empty for categories that detection leaves out.
+        attribute: M attribute names, empty where there is none.
+        centre: ``(M, 3)`` float64 [m].
+        size: ``(M, 3)`` float64 length, width, height [m].
+        rotation: ``(M, 4)`` float64 quaternion w, x, y, z.
+        velocity: ``(M, 3)`` float64 [m/s] by the devkit's rule, NaN where unknown.
+        num_lidar_pts, num_radar_pts: ``(M,)`` int64.
+        visibility: ``(M,)`` int64, 1 (hardly) to 4 (fully visible), 0 where not given.
+    """
+
+    token: tuple[str, ...]
+    instance: tuple[str, ...]
+    category: tuple[str, ...]
+    detection: tuple[str, ...]
+    attribute: tuple[str, ...]
+    centre: np.ndarray
+    size: np.ndarray
+    rotation: np.ndarray
+    velocity: np.ndarray
+    num_lidar_pts: np.ndarray
+    num_radar_pts: np.ndarray
+    visibility: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One key frame.
+
+    Attributes:
+        token, scene_token, scene_name: of the tables.
+        timestamp: [microseconds].
+        previous, next: sample tokens, empty at the scene's ends.
+        readings, annotations: see there.
+        can_bus: ``(18,)`` float64 in the layout of the published BEVFormer, absolute pose: ego translation
+            [m] 0:3, the w of the ego's quaternion four times 3:7 (the published code assigns a quaternion
+            object to the slice, which numpy reads as its real part; the weights were trained so),
+            acceleration [m/s^2] 7:10, rotation rate [rad/s] 10:13, velocity [m/s] 13:16, yaw [rad] in
+            [0, 2 pi) 16 and in degrees 17.
+        from_can_bus: whether 7:16 were measured, not derived from the ego poses.
+    """
+
+    token: str
+    scene_token: str
+    scene_name: str
+    timestamp: int
+    previous: str
+    next: str
+    readings: Readings
+    annotations: Annotations
+    can_bus: np.ndarray
+    from_can_bus: bool
+
+
+def pose_to_transform(pose: np.ndarray) -> np.ndarray:
+    """``(..., 4, 4)`` float64 of translations and quaternions ``(..., 7)``."""
+    values = torch.from_numpy(np.array(pose, dtype=np.float64))
+    return make_transform(quaternion_to_rotation(values[..., 3:]), values[..., :3]).numpy()

@@ -1,0 +1,203 @@
+"""The order of samples, ours from the start: an endless stream of micro-steps.
+
+Micro-step ``m`` alone fixes which samples are read, how they are augmented and what the random generators
+hold while the model sees them. So a run that stops at ``m`` goes on at ``m`` bit for bit, whatever
+was prefetched, and the same holds for any number of workers.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from bev_lightning.data.frame import FrameSource
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Batch
+
+
+class Loader(Protocol):
+    """What the stream asks of a loader: batches ``start`` .. ``stop - 1`` of a schedule, in order."""
+
+    def open(
+        self, frames: FrameSource, schedule: "Schedule", start: int, stop: int
+    ) -> Iterator[Batch]: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which samples each micro-step reads on this rank.
+
+    The samples of one global step are dealt out to the ranks like cards, so that the global order does
+    not depend on the number of ranks.
+
+    Attributes:
+        num_samples: samples of the split; a position is an index into ``FrameSource.tokens``.
+        batch_size: samples of one rank's batch.
+        rank, world_size: this process among all.
+        seed: of the order.
+        shuffle: anew each epoch; False keeps the split's order.
+        ragged: False fills the last batch of an epoch from its beginning, so that all batches are full
+            (training; few samples wrap round as often as needed). True leaves it short; a rank for
+            which nothing is left repeats one sample, because every rank must make the same
+            number of steps (evaluation drops repeats by token).
+    """
+
+    num_samples: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.batch_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"Schedule needs samples, a batch size and 0 <= rank < world_size, got {self}"
+            )
+
+    def __len__(self) -> int:
+        """Batches per epoch, the same on every rank."""
+        return -(-self.num_samples // (self.batch_size * self.world_size))
+
+    def batch(self, micro_step: int) -> list[tuple[int, int]]:
+        """``(epoch, position)`` of each sample of the batch of an endless micro-step, 0 or more."""
+        epoch, step = divmod(micro_step, len(self))
+        order = self._order(epoch)
+        start = step * self.batch_size * self.world_size + self.rank
+        places = [start + i * self.world_size for i in range(self.batch_size)]
+        if self.ragged:
+            places = [p for p in places if p < self.num_samples] or places[:1]
+        return [(epoch, int(order[place % self.num_samples])) for place in places]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        # One permutation is remembered: batches of an epoch are asked for one after the other.
+        remembered = self.__dict__.get("_remembered")
+        if remembered is None or remembered[0] != epoch:
+            remembered = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+            object.__setattr__(self, "_remembered", remembered)
+        return remembered[1]
+
+
+class BatchStream:
+    """The iterable that training gives to Lightning. Not a DataLoader on purpose: Lightning would replace
+    its sampler and call its state methods.
+
+    One pass yields ``num_micro_steps`` batches; a pass begun at micro-step ``m`` yields what is left
+    of it. ``len`` is always the full number: Lightning counts the steps done before a resume itself.
+    Before each batch the generators of torch, numpy and random are set from (seed, rank, m), which stands
+    in for saved generator states and replays what was prefetched but unused.
+
+    Attributes:
+        micro_step: the next to be handed out; what a checkpoint must hold.
+        seconds_waited: wall time spent waiting for the loader so far [s].
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        frames: FrameSource,
+        schedule: Schedule,
+        num_micro_steps: int,
+        micro_step: int = 0,
+    ) -> None:
+        self.loader = loader
+        self.frames = frames
+        self.schedule = schedule
+        self.num_micro_steps = num_micro_steps
+        self.micro_step = micro_step
+        self.seconds_waited = 0.0
+
+    def __len__(self) -> int:
+        return self.num_micro_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A generator: nothing opens before the first batch is asked for, and Lightning calls iter() twice.
+        start = self.micro_step
+        stop = (start // self.num_micro_steps + 1) * self.num_micro_steps
+        batches = self.loader.open(self.frames, self.schedule, start, stop)
+        try:
+            for micro_step in range(start, stop):
+                began = time.perf_counter()
+                batch = next(batches)
+                self.seconds_waited += time.perf_counter() - began
+                seed_everything(self.schedule.seed, self.schedule.rank, micro_step)
+                self.micro_step = micro_step + 1
+                yield batch
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands, in plain numbers."""
+        return {"micro_step": self.micro_step, **_identity(self.schedule)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where another stream stopped.
+
+        Raises:
+            InputError: seed, number of samples, batch size or number of processes differ, with which the
+                order would be another.
+        """
+        for name, value in _identity(self.schedule).items():
+            if state.get(name) != value:
+                raise InputError(
+                    f"the checkpoint's data stream has {name} = {state.get(name)} and this run has "
+                    f"{value}, so it cannot go on at the same sample: set it back, or start anew from "
+                    f"the weights with init_from=<checkpoint>"
+                )
+        self.micro_step = state["micro_step"]
+
+
+class FixedBatches:
+    """Evaluation's iterable: all batches of one epoch of a schedule, from the start each time.
+
+    Attributes:
+        seconds_waited: wall time spent waiting for the loader so far [s].
+    """
+
+    def __init__(self, loader: Loader, frames: FrameSource, schedule: Schedule) -> None:
+        self.loader = loader
+        self.frames = frames
+        self.schedule = schedule
+        self.seconds_waited = 0.0
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self.loader.open(self.frames, self.schedule, 0, len(self.schedule))
+        try:
+            for _ in range(len(self.schedule)):
+                began = time.perf_counter()
+                batch = next(batches)
+                self.seconds_waited += time.perf_counter() - began
+                yield batch
+        finally:
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+
+
+def seed_everything(seed: int, rank: int, micro_step: int) -> None:
+    """Set the generators of torch (all devices), numpy and random from three numbers."""
+    words = np.random.SeedSequence([seed, rank, micro_step]).generate_state(3, np.uint32)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    random.seed(int(words[2]))
+
+
+def _identity(schedule: Schedule) -> dict[str, int]:
+    return {
+        "seed": schedule.seed,
+        "num_samples": schedule.num_samples,
+        "batch_size": schedule.batch_size,
+        "world_size": schedule.world_size,
+    }
