@@ -146,7 +146,9 @@ class NuScenesEvaluator:
         with warnings.catch_warnings():
             # The mean over classes none of which has this error.
             warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
-            means = {name: 1.0 if math.isnan(mean) else mean for name, mean in metrics.tp_errors.items()}
+            means = {
+                name: 1.0 if math.isnan(mean) else mean for name, mean in metrics.tp_errors.items()
+            }
             nds = float(metrics.nd_score)
         return Scores(
             mAP=float(metrics.mean_ap),
@@ -233,7 +235,9 @@ def _load_truth(tables: Any, tokens: Iterable[str]) -> Any:
             name = category_to_detection_name(annotation["category_name"])
             if name is None:
                 continue
-            attributes = [tables.get("attribute", a)["name"] for a in annotation["attribute_tokens"]]
+            attributes = [
+                tables.get("attribute", a)["name"] for a in annotation["attribute_tokens"]
+            ]
             if len(attributes) > 1:
                 raise InputError(
                     f"annotation {annotation_token} has {len(attributes)} attributes where the nuScenes "
@@ -264,7 +268,9 @@ def _measure(truth: Any, predictions: Any, config: Any) -> Any:
     for name in config.class_names:
         for distance in config.dist_ths:
             curve = accumulate(truth, predictions, name, config.dist_fcn_callable, distance)
-            metrics.add_label_ap(name, distance, calc_ap(curve, config.min_recall, config.min_precision))
+            metrics.add_label_ap(
+                name, distance, calc_ap(curve, config.min_recall, config.min_precision)
+            )
             if distance == config.dist_th_tp:
                 for error in ERRORS:
                     defined = error not in _MEANINGLESS.get(name, ())
@@ -291,4 +297,6 @@ def _split_of(tables: Any, tokens: Sequence[str]) -> str:
     if holding:
         return min(holding, key=lambda name: len(holding[name]))
     listed = sorted(scenes)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more scenes" if len(listed) > 3 else "")
+    return ", ".join(listed[:3]) + (
+        f" and {len(listed) - 3} more scenes" if len(listed) > 3 else ""
+    )

@@ -95,7 +95,9 @@ def to_entries(
     axes = torch.stack([ahead, torch.linalg.cross(up, ahead), up], dim=-1)
     rotation = _rotation_to_quaternion(axes)
     velocity = boxes.velocity.detach().double()
-    velocity = torch.cat([velocity, torch.zeros_like(velocity[..., :1])], -1) @ linear.transpose(1, 2)
+    velocity = torch.cat([velocity, torch.zeros_like(velocity[..., :1])], -1) @ linear.transpose(
+        1, 2
+    )
     velocity = velocity.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)[..., :2]
     speed = velocity.norm(dim=-1)
     score = torch.ones_like(yaw) if boxes.score is None else boxes.score.detach().double()

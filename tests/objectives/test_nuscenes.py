@@ -14,73 +14,138 @@ from bev_lightning.errors import InputError
 from bev_lightning.objectives.nuscenes import NuScenesEvaluator
 
 CLASSES = (
-    "car", "truck", "construction_vehicle", "bus", "trailer", "barrier", "motorcycle", "bicycle",
-    "pedestrian", "traffic_cone",
+    "car",
+    "truck",
+    "construction_vehicle",
+    "bus",
+    "trailer",
+    "barrier",
+    "motorcycle",
+    "bicycle",
+    "pedestrian",
+    "traffic_cone",
 )
 CATEGORIES = {
-    "car": "vehicle.car", "truck": "vehicle.truck", "construction_vehicle": "vehicle.construction",
-    "bus": "vehicle.bus.rigid", "trailer": "vehicle.trailer", "barrier": "movable_object.barrier",
-    "motorcycle": "vehicle.motorcycle", "bicycle": "vehicle.bicycle",
-    "pedestrian": "human.pedestrian.adult", "traffic_cone": "movable_object.trafficcone",
+    "car": "vehicle.car",
+    "truck": "vehicle.truck",
+    "construction_vehicle": "vehicle.construction",
+    "bus": "vehicle.bus.rigid",
+    "trailer": "vehicle.trailer",
+    "barrier": "movable_object.barrier",
+    "motorcycle": "vehicle.motorcycle",
+    "bicycle": "vehicle.bicycle",
+    "pedestrian": "human.pedestrian.adult",
+    "traffic_cone": "movable_object.trafficcone",
 }
 ATTRIBUTES = {
-    "barrier": [], "traffic_cone": [], "pedestrian": ["pedestrian.moving"],
-    "bicycle": ["cycle.with_rider"], "motorcycle": ["cycle.without_rider"],
+    "barrier": [],
+    "traffic_cone": [],
+    "pedestrian": ["pedestrian.moving"],
+    "bicycle": ["cycle.with_rider"],
+    "motorcycle": ["cycle.without_rider"],
 }
-SCENES = {"scene-0061": 1, "scene-0103": 3, "scene-0916": 2}  # mini_train: the first; mini_val: the others
+SCENES = {
+    "scene-0061": 1,
+    "scene-0103": 3,
+    "scene-0916": 2,
+}  # mini_train: the first; mini_val: the others
 
 
 def write_tree(root: Path) -> Path:
     """Tables of v1.0-mini: in each frame two objects of each class but bus, tracked over the scene, 8 to
     46 m off; each third object without points, and a bicycle in a rack."""
     rng = np.random.default_rng(5)
-    tables: dict[str, list[dict]] = {name: [] for name in (
-        "category attribute visibility instance sensor calibrated_sensor ego_pose log scene sample "
-        "sample_data sample_annotation map"
-    ).split()}
+    tables: dict[str, list[dict]] = {
+        name: []
+        for name in (
+            "category attribute visibility instance sensor calibrated_sensor ego_pose log scene sample "
+            "sample_data sample_annotation map"
+        ).split()
+    }
     for name in [*CATEGORIES.values(), "static_object.bicycle_rack"]:
         tables["category"].append({"token": name, "name": name, "description": ""})
     for name in ("vehicle.parked", "vehicle.moving", *sum(ATTRIBUTES.values(), [])):
         tables["attribute"].append({"token": name, "name": name, "description": ""})
     tables["visibility"].append({"token": "4", "level": "v80-100", "description": ""})
     tables["sensor"].append({"token": "lidar", "channel": "LIDAR_TOP", "modality": "lidar"})
-    tables["calibrated_sensor"].append({
-        "token": "rig", "sensor_token": "lidar", "translation": [0.9, 0.0, 1.8], "rotation": [1, 0, 0, 0],
-        "camera_intrinsic": [],
-    })
-    tables["log"].append({"token": "log", "logfile": "log", "vehicle": "", "date_captured": "", "location": ""})
+    tables["calibrated_sensor"].append(
+        {
+            "token": "rig",
+            "sensor_token": "lidar",
+            "translation": [0.9, 0.0, 1.8],
+            "rotation": [1, 0, 0, 0],
+            "camera_intrinsic": [],
+        }
+    )
+    tables["log"].append(
+        {"token": "log", "logfile": "log", "vehicle": "", "date_captured": "", "location": ""}
+    )
     (root / "maps").mkdir(parents=True)
     Image.new("L", (4, 4)).save(root / "maps" / "m.png")
-    tables["map"].append({"token": "map", "log_tokens": ["log"], "category": "", "filename": "maps/m.png"})
+    tables["map"].append(
+        {"token": "map", "log_tokens": ["log"], "category": "", "filename": "maps/m.png"}
+    )
 
     for scene, num in SCENES.items():
         samples = [f"{scene}-{i}" for i in range(num)]
-        tables["scene"].append({
-            "token": scene, "log_token": "log", "nbr_samples": num, "first_sample_token": samples[0],
-            "last_sample_token": samples[-1], "name": scene, "description": "",
-        })
+        tables["scene"].append(
+            {
+                "token": scene,
+                "log_token": "log",
+                "nbr_samples": num,
+                "first_sample_token": samples[0],
+                "last_sample_token": samples[-1],
+                "name": scene,
+                "description": "",
+            }
+        )
         ego = np.array([1000.0, 500.0, 0.0])
         for i, sample in enumerate(samples):
-            links = {"prev": samples[i - 1] if i else "", "next": samples[i + 1] if i + 1 < num else ""}
+            links = {
+                "prev": samples[i - 1] if i else "",
+                "next": samples[i + 1] if i + 1 < num else "",
+            }
             time = 1_500_000_000_000_000 + i * 500_000
-            tables["sample"].append({"token": sample, "timestamp": time, "scene_token": scene, **links})
-            tables["ego_pose"].append({
-                "token": sample, "timestamp": time, "rotation": [1, 0, 0, 0], "translation": ego.tolist(),
-            })
-            tables["sample_data"].append({
-                "token": sample, "sample_token": sample, "ego_pose_token": sample,
-                "calibrated_sensor_token": "rig", "timestamp": time, "fileformat": "pcd",
-                "is_key_frame": True, "height": 0, "width": 0, "filename": f"samples/{sample}.bin", **links,
-            })
+            tables["sample"].append(
+                {"token": sample, "timestamp": time, "scene_token": scene, **links}
+            )
+            tables["ego_pose"].append(
+                {
+                    "token": sample,
+                    "timestamp": time,
+                    "rotation": [1, 0, 0, 0],
+                    "translation": ego.tolist(),
+                }
+            )
+            tables["sample_data"].append(
+                {
+                    "token": sample,
+                    "sample_token": sample,
+                    "ego_pose_token": sample,
+                    "calibrated_sensor_token": "rig",
+                    "timestamp": time,
+                    "fileformat": "pcd",
+                    "is_key_frame": True,
+                    "height": 0,
+                    "width": 0,
+                    "filename": f"samples/{sample}.bin",
+                    **links,
+                }
+            )
         objects = [(name, copy) for name in CLASSES if name != "bus" for copy in range(2)]
         objects.append(("rack", 0))
         for index, (name, copy) in enumerate(objects):
             token = f"{scene}-{name}-{copy}"
             category = CATEGORIES.get(name, "static_object.bicycle_rack")
-            tables["instance"].append({
-                "token": token, "category_token": category, "nbr_annotations": num,
-                "first_annotation_token": f"{token}-0", "last_annotation_token": f"{token}-{num - 1}",
-            })
+            tables["instance"].append(
+                {
+                    "token": token,
+                    "category_token": category,
+                    "nbr_annotations": num,
+                    "first_annotation_token": f"{token}-0",
+                    "last_annotation_token": f"{token}-{num - 1}",
+                }
+            )
             radius, azimuth = 8.0 + 38.0 * rng.random(), 2 * math.pi * rng.random()
             start = ego + [radius * math.cos(azimuth), radius * math.sin(azimuth), 1.0]
             if (name, copy) in (("bicycle", 0), ("rack", 0)):
@@ -88,17 +153,26 @@ def write_tree(root: Path) -> Path:
             speed = np.array([*rng.normal(0, 3, 2), 0.0]) * (name != "rack") * (index % 2)
             yaw = rng.uniform(-math.pi, math.pi)
             for i, sample in enumerate(samples):
-                tables["sample_annotation"].append({
-                    "token": f"{token}-{i}", "sample_token": sample, "instance_token": token,
-                    "visibility_token": "4",
-                    "attribute_tokens": ATTRIBUTES.get(name, ["vehicle.parked"]) if name != "rack" else [],
-                    "translation": (start + speed * 0.5 * i).tolist(),
-                    "size": rng.uniform(0.5, 4.0, 3).tolist() if name != "rack" else [2.0, 2.0, 2.0],
-                    "rotation": [math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)],
-                    "prev": f"{token}-{i - 1}" if i else "",
-                    "next": f"{token}-{i + 1}" if i + 1 < num else "",
-                    "num_lidar_pts": 0 if index % 3 == 2 else 5, "num_radar_pts": 0,
-                })
+                tables["sample_annotation"].append(
+                    {
+                        "token": f"{token}-{i}",
+                        "sample_token": sample,
+                        "instance_token": token,
+                        "visibility_token": "4",
+                        "attribute_tokens": ATTRIBUTES.get(name, ["vehicle.parked"])
+                        if name != "rack"
+                        else [],
+                        "translation": (start + speed * 0.5 * i).tolist(),
+                        "size": rng.uniform(0.5, 4.0, 3).tolist()
+                        if name != "rack"
+                        else [2.0, 2.0, 2.0],
+                        "rotation": [math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)],
+                        "prev": f"{token}-{i - 1}" if i else "",
+                        "next": f"{token}-{i + 1}" if i + 1 < num else "",
+                        "num_lidar_pts": 0 if index % 3 == 2 else 5,
+                        "num_radar_pts": 0,
+                    }
+                )
     (root / "v1.0-mini").mkdir()
     for name, rows in tables.items():
         (root / "v1.0-mini" / f"{name}.json").write_text(json.dumps(rows))
@@ -112,7 +186,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tree(tmp_path_factory.mktemp("tree"))
 
 
-def truth_entries(tree: Path, version: str = "v1.0-mini", with_points: bool = False) -> dict[str, list[dict]]:
+def truth_entries(
+    tree: Path, version: str = "v1.0-mini", with_points: bool = False
+) -> dict[str, list[dict]]:
     """All annotations of detection classes as predictions of score 1, from the JSON tables alone."""
     tables = {
         name: json.loads((tree / version / f"{name}.json").read_text())
@@ -127,12 +203,20 @@ def truth_entries(tree: Path, version: str = "v1.0-mini", with_points: bool = Fa
         name = names.get(of_instance[row["instance_token"]])
         if name is None or (with_points and row["num_lidar_pts"] + row["num_radar_pts"] == 0):
             continue
-        results[row["sample_token"]].append({
-            "sample_token": row["sample_token"], "translation": row["translation"], "size": row["size"],
-            "rotation": row["rotation"], "velocity": [0.0, 0.0], "detection_name": name,
-            "detection_score": 1.0,
-            "attribute_name": attribute[row["attribute_tokens"][0]] if row["attribute_tokens"] else "",
-        })
+        results[row["sample_token"]].append(
+            {
+                "sample_token": row["sample_token"],
+                "translation": row["translation"],
+                "size": row["size"],
+                "rotation": row["rotation"],
+                "velocity": [0.0, 0.0],
+                "detection_name": name,
+                "detection_score": 1.0,
+                "attribute_name": attribute[row["attribute_tokens"][0]]
+                if row["attribute_tokens"]
+                else "",
+            }
+        )
     return results
 
 
@@ -145,14 +229,18 @@ def disturb(results: dict[str, list[dict]], seed: int) -> dict[str, list[dict]]:
         for entry in entries:
             for _ in range(rng.choice(3, p=[0.2, 0.5, 0.3])):
                 yaw = rng.uniform(-math.pi, math.pi)
-                disturbed[token].append({
-                    **entry,
-                    "translation": (np.array(entry["translation"]) + rng.normal(0, 1, 3)).tolist(),
-                    "size": (np.array(entry["size"]) * rng.uniform(0.7, 1.4, 3)).tolist(),
-                    "rotation": [math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)],
-                    "velocity": rng.normal(0, 2, 2).tolist(),
-                    "detection_score": float(rng.random()),
-                })
+                disturbed[token].append(
+                    {
+                        **entry,
+                        "translation": (
+                            np.array(entry["translation"]) + rng.normal(0, 1, 3)
+                        ).tolist(),
+                        "size": (np.array(entry["size"]) * rng.uniform(0.7, 1.4, 3)).tolist(),
+                        "rotation": [math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)],
+                        "velocity": rng.normal(0, 2, 2).tolist(),
+                        "detection_score": float(rng.random()),
+                    }
+                )
     return disturbed
 
 
@@ -164,7 +252,9 @@ def val_only(results: dict[str, list[dict]]) -> dict[str, list[dict]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_official_split_scores_as_the_devkit_scores_it(tree: Path, tmp_path: Path, seed: int) -> None:
+def test_an_official_split_scores_as_the_devkit_scores_it(
+    tree: Path, tmp_path: Path, seed: int
+) -> None:
     from nuscenes import NuScenes
     from nuscenes.eval.common.config import config_factory
     from nuscenes.eval.detection.evaluate import DetectionEval
@@ -173,8 +263,12 @@ def test_an_official_split_scores_as_the_devkit_scores_it(tree: Path, tmp_path: 
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"meta": {"use_camera": True}, "results": results}))
     official = DetectionEval(
-        NuScenes("v1.0-mini", str(tree), verbose=False), config_factory("detection_cvpr_2019"), str(path),
-        "mini_val", str(tmp_path), verbose=False,
+        NuScenes("v1.0-mini", str(tree), verbose=False),
+        config_factory("detection_cvpr_2019"),
+        str(path),
+        "mini_val",
+        str(tmp_path),
+        verbose=False,
     )
     want = official.evaluate()[0].serialize()
 
@@ -214,7 +308,9 @@ def test_ground_truth_as_prediction_is_perfect_where_there_is_ground_truth(tree:
 
 def test_means_go_over_the_classes_of_the_model(tree: Path) -> None:
     results = val_only(truth_entries(tree, with_points=True))
-    scores = NuScenesEvaluator(tree, "v1.0-mini", ("barrier", "traffic_cone")).evaluate(results, VAL)
+    scores = NuScenesEvaluator(tree, "v1.0-mini", ("barrier", "traffic_cone")).evaluate(
+        results, VAL
+    )
     assert scores.mAP == pytest.approx(1.0)
     assert list(scores.AP) == ["barrier", "traffic_cone"]
     assert scores.mAVE == 1.0  # neither class defines a velocity error
@@ -228,13 +324,18 @@ def test_a_custom_split_and_missing_samples(tree: Path) -> None:
     one = evaluator.evaluate({"scene-0916-0": results["scene-0916-0"]}, ["scene-0916-0"])
     assert (one.frames, one.AP["car"]) == (1, pytest.approx(1.0))
     # Half of the samples predicted: half of the cars found, each at precision 1.
-    half = evaluator.evaluate({"scene-0916-0": results["scene-0916-0"]}, ["scene-0916-0", "scene-0916-1"])
+    half = evaluator.evaluate(
+        {"scene-0916-0": results["scene-0916-0"]}, ["scene-0916-0", "scene-0916-1"]
+    )
     empty = evaluator.evaluate(
-        {"scene-0916-0": results["scene-0916-0"], "scene-0916-1": []}, ["scene-0916-0", "scene-0916-1"]
+        {"scene-0916-0": results["scene-0916-0"], "scene-0916-1": []},
+        ["scene-0916-0", "scene-0916-1"],
     )
     assert half == empty
     assert half.truth["car"] == 2 * one.truth["car"]
-    assert half.AP["car"] == pytest.approx((50 - 10) / 90, abs=0.01)  # recall 0.1 to 0.5 of 0.1 to 1
+    assert half.AP["car"] == pytest.approx(
+        (50 - 10) / 90, abs=0.01
+    )  # recall 0.1 to 0.5 of 0.1 to 1
 
 
 @pytest.mark.parametrize("results", [{}, dict.fromkeys(VAL, [])])
@@ -248,7 +349,10 @@ def test_no_prediction_at_all_scores_zero(tree: Path, results: dict) -> None:
 def test_too_many_and_broken_boxes_do_not_stop_the_evaluation(tree: Path) -> None:
     results = val_only(truth_entries(tree, with_points=True))
     car = next(e for e in results["scene-0103-0"] if e["detection_name"] == "car")
-    noise = [{**car, "translation": [1020.0, 480.0, 0.0], "detection_score": 0.1 + i * 1e-5} for i in range(600)]
+    noise = [
+        {**car, "translation": [1020.0, 480.0, 0.0], "detection_score": 0.1 + i * 1e-5}
+        for i in range(600)
+    ]
     broken = {**car, "size": [0.0, 1.0, 1.0]}
     clean_scores = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)
     kept = len(results["scene-0103-0"])
@@ -267,9 +371,13 @@ def test_the_wrong_split_is_named(tree: Path) -> None:
         "1 of the 1 predicted samples are not evaluated: the predictions are of mini_train, the "
         "evaluation is on mini_val; predict and evaluate the same data.val_split"
     )
-    with pytest.raises(InputError, match="predictions are of only_0916, the evaluation is on mini_train"):
+    with pytest.raises(
+        InputError, match="predictions are of only_0916, the evaluation is on mini_train"
+    ):
         evaluator.evaluate({"scene-0916-1": []}, ["scene-0061-0"])
-    with pytest.raises(InputError, match="predictions are of 1 samples that v1.0-mini does not have"):
+    with pytest.raises(
+        InputError, match="predictions are of 1 samples that v1.0-mini does not have"
+    ):
         evaluator.evaluate({"elsewhere": []}, VAL)
 
 
@@ -309,7 +417,10 @@ REAL = os.environ.get("BEV_NUSCENES_DIR")
 def test_real_ground_truth_as_prediction(split: str, want: dict[str, int]) -> None:
     root = Path(REAL or "")
     scenes = json.loads((root / "v1.0-trainval" / "splits.json").read_text())[split]
-    names = {row["token"]: row["name"] for row in json.loads((root / "v1.0-trainval/scene.json").read_text())}
+    names = {
+        row["token"]: row["name"]
+        for row in json.loads((root / "v1.0-trainval/scene.json").read_text())
+    }
     samples = json.loads((root / "v1.0-trainval/sample.json").read_text())
     tokens = [row["token"] for row in samples if names[row["scene_token"]] in scenes]
     results = truth_entries(root, "v1.0-trainval", with_points=True)

@@ -59,7 +59,12 @@ def test_identity_pose_writes_the_boxes_as_they_are() -> None:
 
 def test_a_turned_pose_turns_centre_heading_and_velocity() -> None:
     pose = torch.tensor(
-        [[0.0, -1.0, 0.0, 1000.0], [1.0, 0.0, 0.0, 2000.0], [0.0, 0.0, 1.0, 3.0], [0.0, 0.0, 0.0, 1.0]],
+        [
+            [0.0, -1.0, 0.0, 1000.0],
+            [1.0, 0.0, 0.0, 2000.0],
+            [0.0, 0.0, 1.0, 3.0],
+            [0.0, 0.0, 0.0, 1.0],
+        ],
         dtype=torch.float64,
     )
     car = to_entries(make_boxes(), pose[None], ["a"], CLASSES)["a"][0]
@@ -77,7 +82,9 @@ def test_bev_augmentation_is_undone_on_centre_size_heading_and_velocity() -> Non
     for want, got in zip(plain, undone, strict=True):
         for key in ("translation", "size", "velocity"):
             assert got[key] == pytest.approx(want[key], abs=1e-5)
-        sign = math.copysign(1.0, sum(a * b for a, b in zip(got["rotation"], want["rotation"], strict=True)))
+        sign = math.copysign(
+            1.0, sum(a * b for a, b in zip(got["rotation"], want["rotation"], strict=True))
+        )
         assert [sign * q for q in got["rotation"]] == pytest.approx(want["rotation"], abs=1e-5)
 
 
@@ -117,7 +124,10 @@ def test_broken_boxes_are_left_out_and_counted(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         results, refused = clean({"broken-1": [*bad, entry()], "whole": [entry()]})
     assert refused == Refused(invalid=5, over_limit=0)
-    assert {token: len(entries) for token, entries in results.items()} == {"broken-1": 1, "whole": 1}
+    assert {token: len(entries) for token, entries in results.items()} == {
+        "broken-1": 1,
+        "whole": 1,
+    }
     assert [r.message for r in caplog.records] == [
         "5 predicted boxes hold NaN or infinity or have no extent and were left out "
         "(first in sample broken-1)"
@@ -131,7 +141,9 @@ def test_network_that_puts_out_nan_does_not_stop_the_conversion() -> None:
 
 
 @pytest.mark.parametrize("num", [500, 501, 2000])
-def test_only_the_best_500_boxes_of_a_sample_stay(num: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_best_500_boxes_of_a_sample_stay(
+    num: int, caplog: pytest.LogCaptureFixture
+) -> None:
     results = {f"crowd-{num}": [entry(score=(i * 7919 % num) / num) for i in range(num)]}
     with caplog.at_level(logging.WARNING):
         cleaned, refused = clean(results)
@@ -144,12 +156,17 @@ def test_only_the_best_500_boxes_of_a_sample_stay(num: int, caplog: pytest.LogCa
 
 def test_the_file_is_a_submission(tmp_path) -> None:
     path = write_submission(
-        tmp_path / "new" / "results.json", {"a": [entry(), entry(size=[0.0, 1.0, 1.0])], "b": []},
+        tmp_path / "new" / "results.json",
+        {"a": [entry(), entry(size=[0.0, 1.0, 1.0])], "b": []},
         {"use_lidar": True},
     )
     content = json.loads(path.read_text())
     assert content["meta"] == {
-        "use_camera": False, "use_lidar": True, "use_radar": False, "use_map": False, "use_external": False,
+        "use_camera": False,
+        "use_lidar": True,
+        "use_radar": False,
+        "use_map": False,
+        "use_external": False,
     }
     assert content["results"] == {"a": [entry()], "b": []}
     assert [p.name for p in path.parent.iterdir()] == ["results.json"]
