@@ -5,17 +5,16 @@ transformer stands in :mod:`bev_lightning.models.swin`. A backbone tells its wid
 ``out_channels``.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.ops import deform_conv2d
 
 from bev_lightning.errors import InputError
+from bev_lightning.models.checkpointing import checkpoint_block
 
 _RESNETS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
@@ -90,8 +89,7 @@ class ResNet(nn.Module):
                     built.conv1.stride, built.conv2.stride = (stride, stride), (1, 1)
                 if stage in deformable_stages:
                     stride = built.conv2.stride[0]
-                    built.conv2 = DeformableConv2d(planes, planes, stride)  # type:
-                    ignore[assignment]
+                    built.conv2 = DeformableConv2d(planes, planes, stride)
                 blocks.append(built)
                 channels = planes * block.expansion
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
@@ -142,15 +140,14 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, DeformableConv2d):
-                module.initialise()
         for module in self.modules():
-            # A residual block starts as its shortcut (Goyal et al. 2017, section 5.1), which a
-            # small network trained for few steps needs more than a large one.
+            # A residual block starts as its shortcut (Goyal et al. 2017, section 5.1).
             if isinstance(module, BasicBlock):
                 nn.init.zeros_(module.bn2.weight)
             elif isinstance(module, Bottleneck):
                 nn.init.zeros_(module.bn3.weight)
+            elif isinstance(module, DeformableConv2d):
+                module.initialise()
 
 
 class DeformableConv2d(nn.Module):
@@ -278,30 +275,3 @@ def _conv_norm_relu(in_channels: int, out_channels: int, kernel: int) -> nn.Sequ
         nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
     )
-
-
-def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
-    """Run a block, storing its input only; works under DDP (non-reentrant).
-
-    The block runs a second time in the backward pass, where batch norms must not take the batch
-    into their running statistics again.
-    """
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _keep_statistics(block)
-
-    function: Callable[..., Tensor] = checkpoint
-    return function(block, x, use_reentrant=False, context_fn=contexts)
-
-
-@contextmanager
-def _keep_statistics(block: nn.Module) -> Iterator[None]:
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    saved = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, saved, strict=True):
-            norm.momentum = momentum

@@ -1,0 +1,34 @@
+"""Gradient checkpointing of one block."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
+    """Run a block, storing its input only; works under DDP (non-reentrant).
+
+    The block runs a second time in the backward pass, where batch norms must not take the batch
+    into their running statistics again.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _keep_statistics(block)
+
+    function: Callable[..., Tensor] = checkpoint
+    return function(block, x, use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _keep_statistics(block: nn.Module) -> Iterator[None]:
+    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    saved = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, saved, strict=True):
+            norm.momentum = momentum
