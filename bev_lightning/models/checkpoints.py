@@ -37,3 +37,70 @@ def official_transfusion_keys(
             name = re.sub(pattern, replacement, name)
         converted[name] = value.transpose(-1, -2).contiguous() if value.dim() == 4 else value
     return converted
+
+
+_IMAGE_NAMES = (
+    (r"^patch_embed\.projection\.", r"patch_embed."),
+    (r"^patch_embed\.norm\.", r"patch_norm."),
+    (r"^stages\.(\d+)\.downsample\.", r"downsamples.\1."),
+    (r"^stages\.(\d+)\.blocks\.", r"stages.\1."),
+    (r"\.attn\.w_msa\.", r".attention."),
+    (r"\.ffn\.layers\.0\.0\.", r".mlp.0."),
+    (r"\.ffn\.layers\.1\.", r".mlp.2."),
+)
+
+
+def official_image_keys(
+    state: Mapping[str, Tensor], prefix: str, bgr: bool = False
+) -> dict[str, Tensor]:
+    """Weights of mmdetection's ResNet, SwinTransformer or FPN, or of MIT BEVFusion's
+    GeneralizedLSSFPN, for our :class:`ResNet`, :class:`Swin`, :class:`FPN` or :class:`LiftFPN`.
+
+    Args:
+        prefix: what the names of the part begin with, as ``img_backbone.``; other entries are left
+            out, and so is ``relative_position_index``, a constant.
+        bgr: the network was trained on BGR images (the caffe style of BEVFormer's ResNet-101); the
+            first convolution's input channels are reversed, since our images are RGB.
+    """
+    part = {
+        name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)
+    }
+    # GeneralizedLSSFPN has a batch norm behind every convolution, FPN has none.
+    normed = any(re.match(r"lateral_convs\.\d+\.bn\.", name) for name in part)
+    # Only the stages that Swin returns have a norm: norm1..norm3 are our norms.0..norms.2.
+    out_stages = sorted({int(m[1]) for name in part if (m := re.match(r"norm(\d+)\.", name))})
+    converted: dict[str, Tensor] = {}
+    for name, value in part.items():
+        if name.endswith("relative_position_index"):
+            continue
+        for pattern, replacement in _IMAGE_NAMES:
+            name = re.sub(pattern, replacement, name)
+        if match := re.match(r"norm(\d+)\.", name):
+            name = f"norms.{out_stages.index(int(match[1]))}.{name[match.end() :]}"
+        if re.match(r"(lateral|fpn)_convs\.", name):
+            name = name.replace(".conv.", ".0." if normed else ".").replace(".bn.", ".1.")
+        converted[name] = value.flip(1) if bgr and name == "conv1.weight" else value
+    return converted
+
+
+def official_lift_keys(
+    state: Mapping[str, Tensor], prefix: str = "encoders.camera.vtransform."
+) -> dict[str, Tensor]:
+    """Weights of MIT BEVFusion's LSSTransform or DepthLSSTransform for our :class:`LiftSplat`.
+
+    The stored constants ``dx``, ``bx``, ``nx`` and ``frustum`` are left out: ours follow from the
+    grid, the depth bins and the images' size.
+    """
+    converted: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not name.startswith(prefix):
+            continue
+        name = name[len(prefix) :]
+        if name in ("dx", "bx", "nx", "frustum"):
+            continue
+        # Only the convolutions behind the pooling act on the BEV map; the others act on images.
+        if name.startswith("downsample.") and value.dim() == 4:
+            value = value.transpose(-1, -2).contiguous()
+        name = re.sub(r"^dtransform\.", "depth_encoder.", name)
+        converted[re.sub(r"^depthnet\.", "depth_net.", name)] = value
+    return converted

@@ -43,7 +43,7 @@ class Swin(nn.Module):
         super().__init__()
         if len(depths) != len(num_heads):
             raise InputError(
-                f"Swin has {len(depths)} depths but {len(num_heads)} num_heads; give one each a stage"
+                f"Swin has {len(depths)} depths but {len(num_heads)} num_heads; give one a stage"
             )
         self.out_stages = tuple(out_stages)
         self.gradient_checkpointing = gradient_checkpointing
