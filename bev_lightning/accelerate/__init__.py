@@ -1,0 +1,1 @@
+"""What the hardware is and how the work is spread over it."""

@@ -1,0 +1,260 @@
+"""Makes a program of a verb: one configuration in, one run directory out.
+
+``load`` composes for tests and notebooks, ``entry`` for the command line. What is refused is refused
+in one sentence before Hydra makes a run directory.
+"""
+
+import functools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from bev_lightning.accelerate.plan import Machine, detect_machine
+from bev_lightning.composition import (
+    VERSION_BASE,
+    Job,
+    compose_job,
+    compose_jobs,
+    config_dir,
+    quote_choices,
+)
+from bev_lightning.errors import InputError
+from bev_lightning.rules import check, check_machine, resolve
+
+__all__ = ["check", "check_machine", "config_dir", "entry", "load", "quote_choices", "resolve"]
+
+_PACKAGES = ("bev_lightning", "torch", "lightning", "hydra-core", "nvidia-dali-cuda130", "nuscenes-devkit", "numpy")
+
+
+def load(verb: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """The composed configuration of a verb, as the command line would compose it.
+
+    Args:
+        verb: ``train``, ``evaluate``, ``predict`` or ``prepare``.
+        overrides: words of a command line, such as ``hardware=cpu`` and ``precision=16``.
+
+    Raises:
+        InputError: one sentence for an unknown key, an unknown choice or an unreadable word.
+    """
+    cfg = compose_job(verb, overrides).cfg
+    with open_dict(cfg):
+        cfg.pop("hydra", None)
+    return cfg
+
+
+def entry(verb: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
+    """Turn ``main(cfg)`` into the program of a verb.
+
+    ``main`` receives the resolved configuration, read-only; ``cfg.paths.run`` is the run directory,
+    which already holds config.yaml, resolved.yaml and run.json. In a sweep each job is a process of
+    its own and the sweeper reads NDS from the job's score.json. InputError ends the program with one
+    sentence and exit code 2.
+    """
+
+    def decorate(main: Callable[[DictConfig], Any]) -> Callable[[], None]:
+        @functools.wraps(main)
+        def program() -> None:
+            try:
+                _Program(verb, main).run()
+            except InputError as error:
+                _refuse(verb, error)
+
+        return program
+
+    return decorate
+
+
+class _Program:
+    """One start of a verb from the command line."""
+
+    def __init__(self, verb: str, main: Callable[[DictConfig], Any]) -> None:
+        self.verb = verb
+        self.main = main
+        self.typed = list(sys.argv[1:])
+        self.machine = Machine()
+        self.results: Path | None = None
+        self.failure: InputError | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.flags: list[str] = []
+
+    def run(self) -> None:
+        parser = get_args_parser()
+        args = parser.parse_intermixed_args(quote_choices(self.typed))
+        words = list(args.overrides)
+        self.flags = [word for word in quote_choices(self.typed) if word not in words]
+        shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
+        if args.cfg or args.info:
+            words = compose_job(self.verb, words, args.config_dir).overrides
+        if shows or args.experimental_rerun:
+            self._hydra(words)
+            return
+        if _is_child():
+            self.machine = detect_machine()
+            self._hydra(words)
+        else:
+            is_sweep, jobs = compose_jobs(self.verb, words, args.multirun, args.config_dir)
+            self.machine = detect_machine()
+            for job in jobs:
+                self._admit(job)
+            self._hydra(words if is_sweep else jobs[0].overrides)
+        self._close()
+
+    def _admit(self, job: Job) -> None:
+        check(job.cfg)
+        check_machine(job.cfg, self.machine)
+        # Once more for what `auto` turned out to be.
+        resolved = resolve(job.cfg, self.machine)
+        check(resolved)
+        check_machine(resolved, self.machine)
+
+    def _hydra(self, words: list[str]) -> None:
+        # Lightning starts its other processes with these words, so that they compose the same.
+        sys.argv[1:] = [*self.flags, *words]
+        program = hydra.main(
+            version_base=VERSION_BASE, config_path=str(config_dir()), config_name=self.verb
+        )(self._task)
+        program()
+
+    def _task(self, cfg: DictConfig) -> Any:
+        """What Hydra calls: the run itself, or one job of a sweep."""
+        info = HydraConfig.get()
+        run_dir = Path(info.runtime.output_dir)
+        if info.mode == RunMode.MULTIRUN:
+            self.results = Path(info.sweep.dir).resolve()
+            return self._run_job(run_dir, list(info.overrides.task))
+        self.results = run_dir
+        resolved = resolve(cfg, self.machine, run_dir)
+        if not _is_child():
+            _describe(run_dir, cfg, resolved, self.machine, list(info.overrides.task))
+        try:
+            return self.main(resolved)
+        except InputError as error:
+            self.failure = error
+            return None
+
+    def _run_job(self, run_dir: Path, words: list[str]) -> float:
+        """A job of a sweep in its own process: Lightning's DDP children repeat the command line they
+        find, and only a command line of a single run starts them on the same job."""
+        spec = getattr(sys.modules[self.main.__module__], "__spec__", None)
+        program = ["-m", spec.name] if spec is not None else [os.path.abspath(sys.argv[0])]
+        flags = [flag for flag in self.flags if flag not in ("-m", "--multirun")]
+        place = [f'hydra.run.dir="{run_dir}"', "hydra.mode=RUN"]
+        start = time.perf_counter()
+        exit_code = subprocess.run([sys.executable, *program, *flags, *words, *place], check=False).returncode
+        nds = _read_nds(run_dir)
+        self.rows.append(
+            {
+                "dir": run_dir.name,
+                "overrides": words,
+                "exit_code": exit_code,
+                "NDS": nds,
+                "wall_s": round(time.perf_counter() - start, 1),
+            }
+        )
+        return float("nan") if nds is None else nds
+
+    def _close(self) -> None:
+        """Say how it went; the last line names the run directory."""
+        if _is_child():
+            if self.failure is not None:
+                # Lightning ends the first process with the children, so that this may be all one sees.
+                raise InputError(f"process {os.environ.get('LOCAL_RANK')}: {self.failure}")
+            return
+        if self.failure is not None:
+            raise self.failure
+        if self.results is None:
+            return
+        if self.rows:
+            self._close_sweep(self.results)
+        place = self.results
+        if place.is_relative_to(Path.cwd()):
+            place = place.relative_to(Path.cwd())
+        print(f"Results: {place}", flush=True)
+
+    def _close_sweep(self, sweep_dir: Path) -> None:
+        _write_json(sweep_dir / "sweep.json", {"verb": self.verb, "jobs": self.rows})
+        for row in self.rows:
+            nds = "-" if row["NDS"] is None else f"{row['NDS']:.3f}"
+            state = "" if row["exit_code"] == 0 else f"  FAILED with exit code {row['exit_code']}"
+            print(f"{row['dir']:>4}  NDS {nds}  {' '.join(row['overrides'])}{state}")
+        failed = [row["dir"] for row in self.rows if row["exit_code"] != 0]
+        if failed:
+            print(f"Results: {sweep_dir}", flush=True)
+            raise InputError(
+                f"{len(failed)} of {len(self.rows)} jobs failed: {', '.join(failed)} in {sweep_dir}; their messages "
+                "stand above"
+            )
+
+
+def _refuse(verb: str, error: InputError) -> NoReturn:
+    sys.stdout.flush()
+    print(f"bev_lightning.{verb}: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def _is_child() -> bool:
+    """True in every process of a distributed run but the first; it must not write or talk."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def _describe(run_dir: Path, cfg: DictConfig, resolved: DictConfig, machine: Machine, words: list[str]) -> None:
+    OmegaConf.save(cfg, run_dir / "config.yaml")
+    OmegaConf.save(resolved, run_dir / "resolved.yaml")
+    _write_json(
+        run_dir / "run.json",
+        {
+            "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+            "argv": sys.argv[1:],
+            "overrides": words,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "git": _git_revision(),
+            "python": sys.version.split()[0],
+            "versions": {name: _version(name) for name in _PACKAGES},
+            "machine": machine.to_dict(),
+        },
+    )
+
+
+def _git_revision() -> dict[str, Any] | None:
+    """Revision of the checkout this package runs from; None outside of one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(root)]
+        revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"revision": revision.stdout.strip(), "changed": bool(changed.stdout.strip())}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _read_nds(run_dir: Path) -> float | None:
+    try:
+        return float(json.loads((run_dir / "score.json").read_text())["NDS"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,287 @@
+"""What a configuration may mean, and what `auto` means on a machine. Every refusal says the mend."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from bev_lightning.accelerate.plan import Machine, choose_num_workers
+from bev_lightning.composition import config_dir
+from bev_lightning.errors import InputError
+
+_PRECISIONS = ("auto", "32-true", "16-mixed", "bf16-mixed", "fp8")
+# Key, type, smallest value; None stands for "not set" and is left alone.
+_NUMBERS: tuple[tuple[str, type, float], ...] = (
+    ("seed", int, 0),
+    ("hardware.nodes", int, 1),
+    ("hardware.devices", int, 1),
+    ("trainer.accumulate_grad_batches", int, 1),
+    ("trainer.max_steps", int, -1),
+    ("trainer.max_epochs", int, -1),
+    ("trainer.val_check_interval", int, 1),
+    ("trainer.log_every_n_steps", int, 1),
+    ("trainer.gradient_clip_val", float, 0),
+    ("trainer.limit_val_batches", float, 0),
+    ("data.batch_size", int, 1),
+    ("data.val_batch_size", int, 1),
+    ("data.num_workers", int, 0),
+    ("loader.num_workers", int, 0),
+    ("loader.prefetch", int, 1),
+)
+_CLASSES = (
+    "car",
+    "truck",
+    "construction_vehicle",
+    "bus",
+    "trailer",
+    "barrier",
+    "motorcycle",
+    "bicycle",
+    "pedestrian",
+    "traffic_cone",
+)
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a configuration that cannot mean what it says; knows nothing of any machine.
+
+    Raises:
+        InputError: one sentence that names the key, the value and the mend.
+    """
+    for rule in (_check_numbers, _check_axes, _check_length, _check_data, _check_checkpoints):
+        try:
+            rule(cfg)
+        except OmegaConfBaseException as error:
+            raise InputError(f"the configuration does not resolve: {' '.join(str(error).split())}") from None
+
+
+def check_machine(cfg: DictConfig, machine: Machine) -> None:
+    """Refuse a configuration that this machine or its disk cannot serve.
+
+    Raises:
+        InputError: one sentence that names the key, what is there and the mend.
+    """
+    _check_cards(cfg, machine)
+    for key in ("ckpt", "init_from", "resume"):
+        path = _get(cfg, key)
+        if path is not None and not Path(str(path)).is_file():
+            raise InputError(f"{key}={path} does not exist; give a checkpoint file such as outputs/train/RUN/checkpoints/best.ckpt")
+    root, version = _get(cfg, "data.root"), _get(cfg, "data.version")
+    if root is None or _get(cfg, "data.synthetic") is not None:
+        return
+    if not Path(str(root)).is_dir():
+        raise InputError(
+            f"data.root={root} does not exist; set data.root to the folder that holds {version}/ and "
+            "samples/, or use data=synthetic"
+        )
+    if not (Path(str(root)) / str(version)).is_dir():
+        found = sorted(path.name for path in Path(str(root)).glob("v*.*") if path.is_dir())
+        mend = f"set data.version={found[0]}" if found else "set data.root to a nuScenes data set"
+        raise InputError(f"data.root={root} has no folder {version}; {mend}")
+
+
+def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:
+    """A new configuration without interpolations and without ``auto``; ``cfg`` stays as it was.
+
+    On a CPU precision ``auto`` is float32: bf16 and fp16 convolutions are tens of times slower there.
+
+    Args:
+        cfg: composed, checked.
+        machine: where it will run.
+        run_dir: becomes ``paths.run``.
+    """
+    plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    assert isinstance(plain, DictConfig)
+    plain.pop("hydra", None)
+    if run_dir is not None and "paths" in plain:
+        plain.paths.run = str(run_dir)
+    OmegaConf.resolve(plain)
+    on_cuda = False
+    num_local = 1
+    if "trainer" in plain:
+        on_cuda = _resolve_hardware(plain, machine)
+        num_local = int(plain.trainer.devices)
+    if "loader" in plain:
+        _resolve_loader(plain, machine, on_cuda, num_local)
+        if "data" in plain and "loader" in plain.data:
+            plain.data.loader = plain.loader
+    OmegaConf.set_struct(plain, True)
+    OmegaConf.set_readonly(plain, True)
+    return plain
+
+
+def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
+    trainer, hardware = plain.trainer, plain.hardware
+    if trainer.accelerator == "auto":
+        trainer.accelerator = "gpu" if machine.num_cuda_devices else "cpu"
+    on_cuda = bool(trainer.accelerator == "gpu")
+    if hardware.card == "auto":
+        hardware.card = machine.card if on_cuda else "cpu"
+    for key in ("memory_gib", "capability"):
+        if hardware[key] == "auto":
+            hardware[key] = getattr(machine, key) if on_cuda else None
+    if hardware.devices == "auto":
+        hardware.devices = machine.num_cuda_devices if on_cuda and trainer.strategy != "single" else 1
+    trainer.devices = hardware.devices
+    if trainer.precision == "auto":
+        bf16 = (hardware.capability or 0) >= 8.0
+        trainer.precision = ("bf16-mixed" if bf16 else "16-mixed") if on_cuda else "32-true"
+    if trainer.strategy == "auto":
+        trainer.strategy = "ddp" if hardware.devices * hardware.nodes > 1 else "single"
+    if trainer.strategy == "single":
+        # Lightning has no name for it that keeps the device.
+        trainer.strategy = {
+            "_target_": "lightning.pytorch.strategies.SingleDeviceStrategy",
+            "device": "cuda:0" if on_cuda else "cpu",
+        }
+    return on_cuda
+
+
+def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool, num_local: int) -> None:
+    if plain.loader["_target_"] == "auto":
+        choice = "dali" if on_cuda and _has_dali() else "torch"
+        said = {key: value for key, value in plain.loader.items() if key != "_target_"}
+        plain.loader = OmegaConf.merge(OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), said)
+    if plain.loader.num_workers == "auto":
+        plain.loader.num_workers = choose_num_workers(machine.num_cpus, num_local, on_cuda)
+    if plain.loader.pin_memory == "auto":
+        plain.loader.pin_memory = on_cuda
+
+
+def _has_dali() -> bool:
+    try:
+        return find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _get(cfg: DictConfig, key: str) -> Any:
+    return OmegaConf.select(cfg, key, default=None)
+
+
+def _check_numbers(cfg: DictConfig) -> None:
+    for key, kind, smallest in _NUMBERS:
+        value = _get(cfg, key)
+        if value is None or value == "auto":
+            continue
+        word = "a whole number" if kind is int else "a number"
+        numeric = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        if not numeric or value < smallest:
+            raise InputError(f"{key}={value} must be {word} of at least {smallest:g}; set {key} anew")
+
+
+def _check_axes(cfg: DictConfig) -> None:
+    if _get(cfg, "trainer") is None:
+        return
+    accelerator, precision = _get(cfg, "trainer.accelerator"), _get(cfg, "trainer.precision")
+    nodes, devices = _get(cfg, "hardware.nodes"), _get(cfg, "hardware.devices")
+    if _get(cfg, "trainer.devices") != devices or _get(cfg, "trainer.num_nodes") != nodes:
+        raise InputError(
+            f"trainer.devices={_get(cfg, 'trainer.devices')} on trainer.num_nodes="
+            f"{_get(cfg, 'trainer.num_nodes')} disagrees with hardware.devices={devices} on "
+            f"hardware.nodes={nodes}; set hardware.devices and hardware.nodes alone"
+        )
+    if precision not in _PRECISIONS:
+        raise InputError(
+            f"trainer.precision={precision} is unknown; use precision=auto, 32, 16 or bf16 (which set it)"
+        )
+    if precision == "fp8":
+        raise InputError("precision=fp8 is not available in this version; use precision=bf16 or precision=16")
+    if precision == "16-mixed" and accelerator == "cpu":
+        raise InputError(
+            "precision=16 needs a CUDA device (on a CPU it would silently be bf16); use precision=32, "
+            "or precision=bf16 if slow is fine"
+        )
+    strategy = _get(cfg, "trainer.strategy")
+    several = (isinstance(devices, int) and devices > 1) or (nodes or 1) > 1
+    if strategy == "single" and several:
+        raise InputError(
+            f"strategy=single is one process but hardware.devices={devices} on hardware.nodes={nodes} "
+            "asks for more; use strategy=ddp, or hardware.devices=1 hardware.nodes=1"
+        )
+    if isinstance(strategy, str) and strategy not in ("auto", "single", "ddp"):
+        raise InputError(f"trainer.strategy={strategy} is unknown; use strategy=auto, single or ddp")
+
+
+def _check_length(cfg: DictConfig) -> None:
+    if _get(cfg, "verb") != "train":
+        return
+    steps, epochs = _get(cfg, "trainer.max_steps"), _get(cfg, "trainer.max_epochs")
+    if (steps is None or steps <= 0) and (epochs is None or epochs <= 0):
+        raise InputError(
+            f"trainer.max_steps={steps} and trainer.max_epochs={epochs} leave nothing to train; set one of "
+            "them to a positive number"
+        )
+    lr = _get(cfg, "optim.lr")
+    if not isinstance(lr, (int, float)) or lr <= 0:
+        raise InputError(f"optim.lr={lr} must be a positive number; set optim.lr, for example 1e-3")
+
+
+def _check_data(cfg: DictConfig) -> None:
+    if _get(cfg, "data") is None:
+        return
+    on_missing = _get(cfg, "data.on_missing")
+    if on_missing not in ("error", "skip"):
+        raise InputError(f"data.on_missing={on_missing} is unknown; use data.on_missing=error or skip")
+    classes = list(_get(cfg, "data.classes") or [])
+    unknown = [str(name) for name in classes if name not in _CLASSES]
+    if not classes or unknown or len(set(classes)) < len(classes):
+        wrong = f"holds {', '.join(unknown)}" if unknown else "is empty or names a class twice"
+        raise InputError(f"data.classes {wrong}; name each once, out of {', '.join(_CLASSES)}")
+    root, cache = _get(cfg, "data.root"), _get(cfg, "data.cache_dir")
+    if root is None:
+        raise InputError("data.root is not set; give the folder of the data set, or use data=synthetic")
+    if cache is not None and Path(str(cache)).resolve().is_relative_to(Path(str(root)).resolve()):
+        raise InputError(
+            f"paths.cache={cache} lies inside data.root={root}, which is only read; set paths.cache to a "
+            "folder outside of it"
+        )
+
+
+def _check_checkpoints(cfg: DictConfig) -> None:
+    verb = _get(cfg, "verb")
+    if verb in ("evaluate", "predict"):
+        if _get(cfg, "ckpt") is None:
+            raise InputError(
+                f"{verb} needs a checkpoint; give ckpt=FILE, for example outputs/train/RUN/checkpoints/best.ckpt"
+            )
+        for key in ("init_from", "resume"):
+            if _get(cfg, key) is not None:
+                raise InputError(f"{key}={_get(cfg, key)} is for training; {verb} reads ckpt=FILE alone")
+    elif _get(cfg, "init_from") is not None and _get(cfg, "resume") is not None:
+        raise InputError(
+            "init_from and resume are both set; use resume=FILE to go on with a run, or init_from=FILE to "
+            "start a new one from its weights"
+        )
+
+
+def _check_cards(cfg: DictConfig, machine: Machine) -> None:
+    if _get(cfg, "trainer.accelerator") not in ("gpu", "auto"):
+        return
+    devices = _get(cfg, "hardware.devices")
+    on_auto = _get(cfg, "trainer.accelerator") == "auto"
+    if devices == "auto" or (on_auto and machine.num_cuda_devices == 0):
+        return
+    choice = _get(cfg, "hydra.runtime.choices.hardware")
+    name = f"hardware={choice}" if choice and not on_auto else f"hardware.devices={devices}"
+    verb = _get(cfg, "verb")
+    mend = f"use hardware=auto, or python -m bev_lightning.{verb} ... hardware=cpu"
+    if machine.num_cuda_devices < devices:
+        plural = "" if devices == 1 else "s"
+        raise InputError(
+            f"{name} needs {devices} CUDA device{plural}, this machine has {machine.num_cuda_devices}; {mend}"
+        )
+    capability, memory = _get(cfg, "hardware.capability"), _get(cfg, "hardware.memory_gib")
+    if isinstance(capability, (int, float)) and (machine.capability or 0) < capability:
+        raise InputError(
+            f"{name} needs compute capability {capability}, the {machine.card} here has "
+            f"{machine.capability}; {mend}"
+        )
+    # Cards report a little less than their name plate.
+    if isinstance(memory, (int, float)) and (machine.memory_gib or 0) < 0.9 * memory:
+        raise InputError(
+            f"{name} needs cards of {memory:g} GiB, the {machine.card} here has "
+            f"{machine.memory_gib:.0f} GiB; {mend}"
+        )
