@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bev_lightning.errors import InputError
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.objectives.nuscenes import NuScenesEvaluator, Scores
-from bev_lightning.objectives.submission import Entries, to_entries
+from bev_lightning.objectives.submission import Results, to_entries
 from bev_lightning.structures import Batch, Boxes3D, Inputs
 
 
@@ -56,7 +56,7 @@ class DetectionModule(L.LightningModule):
         self.provenance: dict[str, Any] = {}
         self.scores: Scores | None = None
         self.scored_step = -1
-        self.results: Entries = {}
+        self.results: Results = {}
 
     def forward(self, batch: Batch) -> Any:
         return self.network(batch)
@@ -132,10 +132,10 @@ class DetectionModule(L.LightningModule):
         )
         return boxes
 
-    def _gather(self, results: Entries) -> Entries:
+    def _gather(self, results: Results) -> Results:
         """All ranks' results on every rank; a sample that padded two shards counts once."""
         if not dist.is_initialized():
             return results
-        shards: list[Entries] = [{} for _ in range(dist.get_world_size())]
+        shards: list[Results] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(shards, results)
         return {token: entries for shard in shards for token, entries in shard.items()}

@@ -94,3 +94,9 @@ class Inputs:
     def __post_init__(self) -> None:
         if self.camera is None and self.lidar is None and self.radar is None:
             raise ValueError("a model must read at least one of camera, lidar and radar")
+
+    @property
+    def modalities(self) -> dict[str, bool]:
+        """``use_camera``, ``use_lidar``, ``use_radar`` as a nuScenes submission states them."""
+        names = ("camera", "lidar", "radar")
+        return {f"use_{name}": getattr(self, name) is not None for name in names}

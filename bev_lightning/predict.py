@@ -1,0 +1,25 @@
+"""Detects without scoring: ``python -m bev_lightning.predict ckpt=FILE [KEY=VALUE ...]``."""
+
+from omegaconf import DictConfig
+
+from bev_lightning.config import entry
+
+
+@entry("predict")
+def main(cfg: DictConfig) -> None:
+    """Predict ``data.val_split`` (which needs no annotations) and write the nuScenes submission."""
+    from pathlib import Path
+
+    from bev_lightning.assembly import build_data, build_module, build_trainer, load_weights
+    from bev_lightning.objectives.submission import write_submission
+
+    module = build_module(cfg)
+    load_weights(module, cfg.ckpt)
+    trainer = build_trainer(cfg)
+    trainer.predict(module, datamodule=build_data(cfg), return_predictions=False)
+    if trainer.is_global_zero:
+        write_submission(Path(cfg.paths.run) / "submission.json", module.results, module.inputs.modalities)
+
+
+if __name__ == "__main__":
+    main()
