@@ -5,13 +5,23 @@ are given here, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch
 here once, so that every loader agrees on it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from bev_lightning.structures import Batch
+from bev_lightning.data.augment import Augment, draw_bev, draw_image, fit_image
+from bev_lightning.data.index import Index, find_missing
+from bev_lightning.data.sample import (
+    LIDAR, Sample, can_bus_change, global_from_lidar_of, global_from_sensor, pose_to_transform
+)
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Batch, Boxes3D, Inputs
+from bev_lightning.structures.geometry import wrap_angle
 
 
 @dataclass(frozen=True)
@@ -86,3 +96,277 @@ class Frame:
     image_from_lidar: Tensor | None
     batch: Batch
     history: tuple["Frame", ...] = ()
+
+
+class FrameSource:
+    """The frames of some samples.
+
+    :meth:`frame` is a pure function of (seed, epoch, position), whoever calls it and in whatever order, so
+    it gives the same frame in any worker, on any rank, and again after a resume. A position is an index
+    into :attr:`tokens`.
+
+    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames. Where the scene (or
+    what is present of it) has fewer before this one, its first frame is repeated with ``has_previous``
+    False, and so is the oldest entry in every other case: nothing in the queue precedes it. A temporal
+    model that starts afresh wherever ``has_previous`` is False thus gets exactly the frames there are, never
+    those of another scene, and batches stack.
+
+    Attributes:
+        tokens: sample tokens, in order.
+        dropped: sentence for each sample left out because files are missing (``on_missing="skip"``), by token.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tokens: Sequence[str],
+        inputs: Inputs,
+        classes: Sequence[str],
+        augment: Augment | None = None,
+        seed: int = 0,
+        on_missing: Literal["error", "skip"] = "error",
+        with_targets: bool = True,
+        min_points: int = 1,
+        target_range: tuple[float, float, float, float, float, float] | None = None,
+    ) -> None:
+        """Look whether every file that the inputs need is there.
+
+        Args:
+            index: of the data root.
+            tokens: samples of a split, scenes in one piece.
+            inputs: what the model reads; a sensor it does not read is never asked for.
+            classes: names in the order of ``Boxes3D.label``.
+            augment: what to vary; None for evaluation's fixed resize and crop.
+            seed: of the augmentation.
+            on_missing: refuse samples whose files are missing, or leave them out.
+            with_targets: False leaves ``Batch.targets`` None.
+            min_points: lidar and radar points (as counted in the tables) a box must hold to be a target;
+                the nuScenes metric leaves out boxes without points too.
+            target_range: a target's centre must lie in its x and y limits after augmentation; by default
+                the lidar's, else the radar's, else no limit. z is not limited.
+
+        Raises:
+            InputError: a file is missing and on_missing is "error", or no sample is left.
+        """
+        self.index = index
+        self.inputs = inputs
+        self.classes = tuple(classes)
+        self.augment = augment
+        self.seed = seed
+        self.on_missing = on_missing
+        self.with_targets = with_targets
+        self.min_points = min_points
+        if target_range is None:
+            sensor = inputs.lidar or inputs.radar
+            target_range = None if sensor is None else sensor.range
+        self.target_range = target_range
+        self.tokens, self.dropped = _sort_out_missing(index, tokens, inputs, on_missing)
+        self._kept = frozenset(self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def frame(self, epoch: int, position: int) -> Frame:
+        """The frame at a position in an epoch."""
+        rng = np.random.default_rng([self.seed, epoch, position])
+        augmented_from_lidar = np.eye(4) if self.augment is None else draw_bev(self.augment, rng)
+        sample = self.index.sample(self.tokens[position])
+        maps = self._draw_images(sample, rng)
+        chain = [sample]  # oldest first
+        while len(chain) <= self.inputs.history and chain[0].previous in self._kept:
+            chain.insert(0, self.index.sample(chain[0].previous))
+        before = chain[-2] if len(chain) > 1 else None
+        if before is None and sample.previous in self._kept:  # no queue, but the change of pose counts
+            before = self.index.sample(sample.previous)
+        current = self._build(sample, before, augmented_from_lidar, maps, self.with_targets)
+        past = [
+            self._build(member, previous, augmented_from_lidar, maps, with_targets=False)
+            for previous, member in zip([None, *chain[:-1]], chain[:-1], strict=False)
+        ]
+        if not past:
+            past = [replace(current, batch=replace(current.batch, targets=None))]
+        past = [past[0]] * (self.inputs.history - len(past)) + past
+        return replace(current, history=tuple(past[: self.inputs.history]))
+
+    def _draw_images(self, sample: Sample, rng: np.random.Generator) -> list[np.ndarray]:
+        """``network_from_original`` of each camera; a temporal queue shares them."""
+        camera = self.inputs.camera
+        if camera is None:
+            return []
+        maps = []
+        for channel in camera.channels:
+            height, width = sample.readings.size[sample.readings.find(channel)[0]].tolist()
+            if self.augment is None:
+                maps.append(fit_image((height, width), camera.size))
+            else:
+                maps.append(draw_image(self.augment, rng, (height, width), camera.size))
+        return maps
+
+    def _build(
+        self,
+        sample: Sample,
+        previous: Sample | None,
+        augmented_from_lidar: np.ndarray,
+        maps: list[np.ndarray],
+        with_targets: bool,
+    ) -> Frame:
+        global_from_lidar = global_from_lidar_of(sample)
+        # Everything below is seen from the augmented model frame.
+        lidar_from_global = augmented_from_lidar @ np.linalg.inv(global_from_lidar)
+        images, image_from_lidar = self._images(sample, lidar_from_global, maps)
+        lidar_from_previous = np.eye(4)
+        if previous is not None:
+            lidar_from_previous = (
+                lidar_from_global @ global_from_lidar_of(previous) @ np.linalg.inv(augmented_from_lidar)
+            )
+        reference = sample.readings.find(LIDAR)[0]
+        batch = Batch(
+            sample_tokens=(sample.token,),
+            scene_tokens=(sample.scene_token,),
+            timestamps=torch.tensor([sample.timestamp], dtype=torch.int64),
+            global_from_lidar=_tensor(np.linalg.inv(lidar_from_global), torch.float64),
+            global_from_ego=_tensor(
+                pose_to_transform(sample.readings.global_from_ego[reference]), torch.float64
+            ),
+            lidar_from_previous_lidar=_tensor(lidar_from_previous),
+            has_previous=torch.tensor([previous is not None]),
+            targets=self._targets(sample, lidar_from_global) if with_targets else None,
+            can_bus=_tensor(can_bus_change(sample, previous)),
+        )
+        return Frame(
+            sample_token=sample.token,
+            images=images,
+            lidar=self._lidar(sample, lidar_from_global),
+            radar=self._radar(sample, lidar_from_global),
+            image_from_lidar=image_from_lidar,
+            batch=batch,
+        )
+
+    def _images(
+        self, sample: Sample, lidar_from_global: np.ndarray, maps: list[np.ndarray]
+    ) -> tuple[tuple[ImageSource, ...], Tensor | None]:
+        camera = self.inputs.camera
+        if camera is None:
+            return (), None
+        readings, sources = sample.readings, []
+        rows = [readings.find(channel)[0] for channel in camera.channels]
+        for row, network_from_original in zip(rows, maps, strict=True):
+            height, width = readings.size[row].tolist()
+            path = self.index.root / readings.path[row]
+            sources.append(ImageSource(path, (height, width), camera.size, network_from_original))
+        global_from_camera = global_from_sensor(readings, rows)
+        image_from_camera = np.tile(np.eye(4), (len(rows), 1, 1))
+        image_from_camera[:, :3, :3] = np.stack(maps) @ readings.intrinsic[rows]
+        camera_from_lidar = np.linalg.inv(lidar_from_global @ global_from_camera)
+        return tuple(sources), _tensor(image_from_camera @ camera_from_lidar)
+
+    def _lidar(self, sample: Sample, lidar_from_global: np.ndarray) -> tuple[LidarSource, ...]:
+        lidar = self.inputs.lidar
+        if lidar is None:
+            return ()
+        readings = sample.readings
+        rows = readings.find(LIDAR)[: lidar.sweeps + 1]
+        matrices = lidar_from_global @ global_from_sensor(readings, rows)
+        now = readings.timestamp[rows[0]]
+        return tuple(
+            LidarSource(self.index.root / readings.path[row], matrix, float(now - readings.timestamp[row]) * 1e-6)
+            for row, matrix in zip(rows, matrices, strict=True)
+        )
+
+    def _radar(self, sample: Sample, lidar_from_global: np.ndarray) -> tuple[RadarSource, ...]:
+        radar = self.inputs.radar
+        if radar is None:
+            return ()
+        readings = sample.readings
+        found = [
+            (int(readings.depth[row]), sensor, row)
+            for sensor, channel in enumerate(radar.channels)
+            for row in readings.find(channel)[: radar.sweeps + 1]
+        ]
+        found.sort()
+        matrices = lidar_from_global @ global_from_sensor(readings, [row for *_, row in found])
+        now = readings.timestamp[readings.find(LIDAR)[0]]
+        return tuple(
+            RadarSource(
+                self.index.root / readings.path[row],
+                matrix,
+                float(now - readings.timestamp[row]) * 1e-6,
+                sensor,
+            )
+            for (_, sensor, row), matrix in zip(found, matrices, strict=True)
+        )
+
+    def _targets(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
+        """``(1, M)`` boxes in the augmented model frame, those that are left after the filters."""
+        boxes = sample.annotations
+        label = np.array([_position(self.classes, name) for name in boxes.detection], dtype=np.int64)
+        keep = (label >= 0) & (boxes.num_lidar_pts + boxes.num_radar_pts >= self.min_points)
+        label = label[keep]
+        linear = lidar_from_global[:3, :3]
+        scale = abs(np.linalg.det(linear)) ** (1 / 3)
+        heading = pose_to_transform(np.pad(boxes.rotation[keep], ((0, 0), (3, 0))))[:, :3, 0] @ linear.T
+        # As in the published code the vertical velocity is dropped BEFORE the rotation.
+        velocity = boxes.velocity[keep] * (1, 1, 0) @ linear.T
+        centre = boxes.centre[keep] @ linear.T + lidar_from_global[:3, 3]
+        result = Boxes3D(
+            centre=torch.from_numpy(centre).float(),
+            size=torch.from_numpy(boxes.size[keep] * scale).float(),
+            yaw=wrap_angle(torch.from_numpy(np.arctan2(heading[:, 1], heading[:, 0]))).float(),
+            velocity=torch.from_numpy(velocity[:, :2].copy()).float(),
+            label=torch.from_numpy(label),
+            valid=torch.ones(len(label), dtype=torch.bool),
+        )
+        if self.target_range is not None:
+            low, high = result.centre.new_tensor(self.target_range).view(2, 3)[:, :2]
+            inside = ((result.centre[:, :2] >= low) & (result.centre[:, :2] < high)).all(dim=-1)
+            result = result[inside]
+        return Boxes3D.stack([result])
+
+
+def _sort_out_missing(
+    index: Index, tokens: Sequence[str], inputs: Inputs, on_missing: str
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    needs: dict[str, list[str]] = {}
+    dropped: dict[str, str] = {}
+    for token in tokens:
+        sample = index.sample(token)
+        channels: list[tuple[str, int]] = []
+        if inputs.camera is not None:
+            channels += [(channel, 0) for channel in inputs.camera.channels]
+        if inputs.lidar is not None:
+            channels.append((LIDAR, inputs.lidar.sweeps))
+        if inputs.radar is not None:
+            channels += [(channel, inputs.radar.sweeps) for channel in inputs.radar.channels]
+        needs[token] = []
+        for channel, sweeps in channels:
+            rows = sample.readings.find(channel)[: sweeps + 1]
+            if not rows or sample.readings.depth[rows[0]] != 0:
+                dropped[token] = (
+                    f"sample {token} ({sample.scene_name}) has no {channel} record in the tables of "
+                    f"{index.root}, and the model reads that sensor"
+                )
+            needs[token] += [sample.readings.path[row] for row in rows]
+    missing = find_missing(index.root, [path for paths in needs.values() for path in paths])
+    for token, paths in needs.items():
+        gone = [path for path in paths if path in missing]
+        if gone:
+            dropped[token] = f"sample {token} needs {index.root / gone[0]}, which is missing"
+    if dropped and on_missing == "error":
+        raise InputError(
+            f"{next(iter(dropped.values()))} ({len(dropped)} of {len(tokens)} samples lack files): download "
+            f"the files, read fewer sensors or sweeps, or set data.on_missing=skip to leave such samples out"
+        )
+    kept = tuple(token for token in tokens if token not in dropped)
+    if not kept:
+        reason = f", for instance {next(iter(dropped.values()))}" if dropped else ""
+        raise InputError(f"no sample is left of {len(tokens)} under {index.root}{reason}")
+    return kept, dropped
+
+
+def _position(classes: tuple[str, ...], name: str) -> int:
+    return classes.index(name) if name in classes else -1
+
+
+def _tensor(matrix: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+    """With a leading dimension of 1 where it has none: ``(..., )`` to ``(1, ...)``."""
+    return torch.from_numpy(np.ascontiguousarray(matrix)).to(dtype)[None]

@@ -107,3 +107,30 @@ def pose_to_transform(pose: np.ndarray) -> np.ndarray:
     """``(..., 4, 4)`` float64 of translations and quaternions ``(..., 7)``."""
     values = torch.from_numpy(np.array(pose, dtype=np.float64))
     return make_transform(quaternion_to_rotation(values[..., 3:]), values[..., :3]).numpy()
+
+
+def global_from_sensor(readings: Readings, rows: list[int]) -> np.ndarray:
+    """``(len(rows), 4, 4)``, each with the ego pose of its own time."""
+    return pose_to_transform(readings.global_from_ego[rows]) @ pose_to_transform(
+        readings.ego_from_sensor[rows]
+    )
+
+
+def global_from_lidar_of(sample: Sample) -> np.ndarray:
+    """``(4, 4)`` float64 pose of the model frame: LIDAR_TOP at the key frame, without augmentation."""
+    return global_from_sensor(sample.readings, sample.readings.find(LIDAR)[:1])[0]
+
+
+def can_bus_change(sample: Sample, previous: Sample | None) -> np.ndarray:
+    """``(18,)`` float64 as the published BEVFormer feeds it: :attr:`Sample.can_bus` with the translation 0:3
+    [m] and the yaw 17 [degrees] as change since the previous key frame, zero without one.
+
+    The change of yaw is wrapped to (-180, 180]; the published code leaves 359 degrees where the ego turns
+    through north.
+    """
+    values = sample.can_bus.copy()
+    values[[0, 1, 2, 17]] = 0.0
+    if previous is not None:
+        values[:3] = sample.can_bus[:3] - previous.can_bus[:3]
+        values[17] = 180.0 - (180.0 - (sample.can_bus[17] - previous.can_bus[17])) % 360.0
+    return values

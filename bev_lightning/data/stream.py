@@ -5,6 +5,7 @@ hold while the model sees them. So a run that stops at ``m`` goes on at ``m`` bi
 was prefetched, and the same holds for any number of workers.
 """
 
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ class Schedule:
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
-        return -(-self.num_samples // (self.batch_size * self.world_size))
+        return math.ceil(self.num_samples / (self.batch_size * self.world_size))
 
     def batch(self, micro_step: int) -> list[tuple[int, int]]:
         """``(epoch, position)`` of each sample of the batch of an endless micro-step, 0 or more."""

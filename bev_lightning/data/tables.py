@@ -19,9 +19,20 @@ from bev_lightning.data.sample import LIDAR, MAX_SWEEPS, Annotations, Readings, 
 from bev_lightning.errors import InputError
 
 _TABLES = (
-    "category attribute visibility instance sensor calibrated_sensor ego_pose log scene sample "
-    "sample_data sample_annotation map"
-).split()
+    "category",
+    "attribute",
+    "visibility",
+    "instance",
+    "sensor",
+    "calibrated_sensor",
+    "ego_pose",
+    "log",
+    "scene",
+    "sample",
+    "sample_data",
+    "sample_annotation",
+    "map",
+)
 _CAN_READINGS = ("accel", "rotation_rate", "vel")
 _GRAVITY = 9.81
 
