@@ -22,7 +22,7 @@ from bev_lightning.structures.boxes import Boxes3D
 logger = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
-Results = dict[str, list[Entry]]
+Entries = dict[str, list[Entry]]
 
 MAX_BOXES_PER_SAMPLE = 500
 """The devkit refuses a submission with more boxes in a sample."""
@@ -66,7 +66,7 @@ def to_entries(
     global_from_lidar: Tensor,
     sample_tokens: Sequence[str],
     classes: Sequence[str],
-) -> Results:
+) -> Entries:
     """Convert boxes of the model frame to nuScenes detection entries, one list for each sample.
 
     Padding is left out; nothing else is: pass the result through :func:`clean` before it is scored by
@@ -102,7 +102,7 @@ def to_entries(
     speed = velocity.norm(dim=-1)
     score = torch.ones_like(yaw) if boxes.score is None else boxes.score.detach().double()
 
-    results: Results = {}
+    results: Entries = {}
     for b, token in enumerate(sample_tokens):
         keep = boxes.valid[b].nonzero().squeeze(-1)
         columns = zip(
@@ -131,13 +131,13 @@ def to_entries(
     return results
 
 
-def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Results, Refused]:
+def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
     """Leave out what the official evaluation stops at; the log says so once for the same findings.
 
     Boxes with NaN, infinity or a size of zero or less go; of the others the 500 with the highest score
     stay in each sample, in their old order.
     """
-    cleaned: Results = {}
+    cleaned: Entries = {}
     invalid = over_limit = 0
     first_invalid = first_over = ""
     for token, entries in results.items():

@@ -1,0 +1,104 @@
+"""How fast training runs, what it waits for, and how large its gradients are."""
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+GIB = 1024.0**3
+
+
+class SpeedMonitor(L.Callback):
+    """Log speed, data wait, gradient norm and GPU memory at the trainer's logging steps.
+
+    - ``speed/samples_per_s``: samples of all processes a second since the last logging step, validation
+      left out.
+    - ``speed/data_wait_share``: share of that time, 0..1, that this process stood waiting for its next
+      batch (``seconds_waited`` of the training iterable).
+    - ``train/grad_norm``: 2-norm of all gradients of the step, before clipping.
+    - ``gpu/memory_gib``: peak of the memory in use by tensors on this process' GPU so far [GiB].
+
+    Times are the host's. On a GPU the host runs ahead of the device by a few steps at most, so that rates
+    over some steps are right without ever waiting for it.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.seconds = 0.0
+        self.seconds_waited = 0.0
+        self._logged = (0, 0.0, 0.0)
+        self._mark = 0.0
+        self._waited_before = 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of this process a second over the whole training but its first step; 0 before there
+        is a second one."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the training time, 0..1, spent waiting for data, the first step left out."""
+        return self.seconds_waited / self.seconds if self.seconds else 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.samples, self.seconds, self.seconds_waited = 0, 0.0, 0.0
+        self._logged = (0, 0.0, 0.0)
+        self._mark = 0.0
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Validation inside training is nobody's step; before the first step there is nothing to go on.
+        if self._mark:
+            self._mark = time.perf_counter()
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
+    ) -> None:
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            norm = gradient_norm(pl_module.parameters())
+            pl_module.log("train/grad_norm", norm, batch_size=1)
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        now = time.perf_counter()
+        waited = getattr(trainer.train_dataloader, "seconds_waited", 0.0)
+        if self._mark:  # the first step warms caches and kernels up: not counted
+            self.samples += len(batch)
+            self.seconds += now - self._mark
+            self.seconds_waited += waited - self._waited_before
+        self._mark, self._waited_before = now, waited
+
+        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+            self._log(trainer, pl_module)
+
+    def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        samples, seconds, waited = (
+            now - before
+            for now, before in zip(
+                (self.samples, self.seconds, self.seconds_waited), self._logged, strict=True
+            )
+        )
+        self._logged = (self.samples, self.seconds, self.seconds_waited)
+        values: dict[str, float] = {}
+        if seconds > 0:
+            values["speed/samples_per_s"] = samples / seconds * trainer.world_size
+            values["speed/data_wait_share"] = min(waited / seconds, 1.0)
+        if pl_module.device.type == "cuda":
+            values["gpu/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / GIB
+        pl_module.log_dict(values, batch_size=1)
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """2-norm ``()`` over the gradients of all parameters, on their device; 0 where there is none."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
