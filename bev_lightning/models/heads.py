@@ -1,18 +1,21 @@
-"""Detection heads on a BEV map: forward gives predictions, decode gives boxes in the model frame."""
+"""Detection heads on a BEV map: forward gives predictions, decode gives boxes (model frame)."""
 
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
-from bev_lightning.ops.nms import circle_nms
+from bev_lightning.models.box_choice import BoxChoice
 from bev_lightning.structures import BevGrid, Boxes3D
-from bev_lightning.structures.predictions import BoxCodec, TransFusionPredictions
+from bev_lightning.structures.predictions import (
+    BoxCodec,
+    HeatmapPredictions,
+    TransFusionPredictions,
+)
 
 # The bias of a classifier that starts at a probability of 0.1 (RetinaNet, section 4.1).
 PRIOR_BIAS = -math.log(9.0)
@@ -21,14 +24,14 @@ PRIOR_BIAS = -math.log(9.0)
 class TransFusionHead(nn.Module):
     """TransFusion's decoder (Bai et al., CVPR 2022) as BEVFusion uses it.
 
-    The strongest local maxima of a class heatmap become queries: the BEV feature at the cell plus an
-    encoding of the class. Each decoder layer lets them attend to one another and to the whole map and
-    predicts a box relative to the query's position, which the next layer starts from.
+    The strongest local maxima of a class heatmap become queries: the BEV feature at the cell plus
+    an encoding of the class. Each decoder layer lets them attend to one another and to the whole
+    map, and predicts a box relative to the query's position, which the next layer starts from.
 
-    Two traits of the published code are kept because its weights give other numbers without them: the
-    outermost ring of cells never becomes a query (except of ``point_classes``), and queries fewer
-    than the peaks' number are filled up with cells that are no peak, whose score is 0. Not kept: maps
-    that are not square are right, and every sample of a batch is decoded.
+    Two traits of the published code are kept because its weights give other numbers without them:
+    the outermost ring of cells never becomes a query (except of ``point_classes``), and where there
+    are fewer peaks than queries the rest are cells that are no peak, with a score of 0. Not kept:
+    maps that are not square are right, and every sample of a batch is decoded.
 
     Args:
         grid: the head's map.
@@ -36,20 +39,19 @@ class TransFusionHead(nn.Module):
         channels: width C of queries, keys and attention.
         num_queries: Q, at most classes x cells.
         num_layers: L decoder layers.
-        point_classes: classes of small objects, whose every cell counts as a peak (the published code
-            does so for pedestrian and traffic_cone).
+        branch_channels: width of the hidden layer of each prediction.
+        point_classes: classes of small objects, whose every cell counts as a peak (the published
+            code does so for pedestrian and traffic_cone).
         peak_kernel: odd side of the window of the local maximum in cells.
         height_shift: see :class:`BoxCodec`.
-        score_threshold: decode keeps boxes with a score above it; None keeps all.
-        decode_range_m: decode keeps boxes with ``low <= x, y, z <= high`` (x_min, y_min, z_min, x_max,
-            y_max, z_max), where z is that of the code less half a height; None keeps all.
-        circle_radius_m: decode suppresses boxes of ``circle_classes`` within this distance of a better
-            one of the same class; None suppresses nothing.
-        circle_classes: None takes ``point_classes``.
+        choice: which boxes decode keeps; None keeps all.
 
     Raises:
-        InputError: where ``num_queries`` exceeds classes x cells, or a BEV map does not fit the grid.
+        InputError: ``num_queries`` exceeds classes x cells, or a BEV map does not fit the grid.
     """
+
+    is_point_class: Tensor
+    positions: Tensor
 
     def __init__(
         self,
@@ -66,70 +68,58 @@ class TransFusionHead(nn.Module):
         point_classes: Sequence[int] = (8, 9),
         peak_kernel: int = 3,
         height_shift: float = 0.5,
-        score_threshold: float | None = None,
-        decode_range_m: Sequence[float] | None = None,
-        circle_radius_m: float | None = None,
-        circle_classes: Sequence[int] | None = None,
+        choice: BoxChoice | None = None,
     ) -> None:
         super().__init__()
-        cells = grid.shape[0] * grid.shape[1]
-        if not 0 < num_queries <= num_classes * cells:
-            raise InputError(
-                f"TransFusionHead takes 1 to {num_classes * cells} queries on {cells} cells x "
-                f"{num_classes} classes, got num_queries={num_queries}"
-            )
+        _check_count("TransFusionHead", "num_queries", num_queries, num_classes, grid)
         self.codec = BoxCodec(grid, height_shift)
         self.num_classes, self.num_queries = num_classes, num_queries
-        self.score_threshold = score_threshold
-        self.decode_range_m = None if decode_range_m is None else tuple(map(float, decode_range_m))
-        self.circle_radius_m = circle_radius_m
         self.peak_kernel = peak_kernel
-        circle_classes = point_classes if circle_classes is None else circle_classes
-        for name, classes in (("is_point_class", point_classes), ("is_circle_class", circle_classes)):
-            mask = torch.zeros(num_classes, dtype=torch.bool)
-            mask[list(classes)] = True
-            self.register_buffer(name, mask, persistent=False)
-        height, width = grid.shape
-        j, i = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
-        positions = torch.stack([i, j], dim=-1).flatten(0, 1).unsqueeze(0)
-        self.register_buffer("positions", positions, persistent=False)  # (1, Y * X, 2) cells, x then y
+        self.choice = BoxChoice() if choice is None else choice
+        is_point_class = torch.zeros(num_classes, dtype=torch.bool)
+        is_point_class[list(point_classes)] = True
+        self.register_buffer("is_point_class", is_point_class, persistent=False)
+        self.register_buffer("positions", _cell_positions(grid), persistent=False)
 
         self.shared_conv = nn.Conv2d(in_channels, channels, 3, padding=1)
         self.heatmap_head = nn.Sequential(
-            nn.Sequential(
-                OrderedDict(
-                    conv=nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-                    bn=nn.BatchNorm2d(channels),
-                    relu=nn.ReLU(inplace=True),
-                )
-            ),
+            _hidden(nn.Conv2d, nn.BatchNorm2d, channels, channels, 3),
             nn.Conv2d(channels, num_classes, 3, padding=1),
         )
         self.class_encoding = nn.Conv1d(num_classes, channels, 1)
         self.decoder = nn.ModuleList(
             DecoderLayer(channels, num_heads, ffn_channels, dropout) for _ in range(num_layers)
         )
-        outputs = {"centre": 2, "height": 1, "size": 3, "rotation": 2, "velocity": 2, "logits": num_classes}
+        widths = {
+            "centre": 2,
+            "height": 1,
+            "size": 3,
+            "rotation": 2,
+            "velocity": 2,
+            "logits": num_classes,
+        }
         self.branches = nn.ModuleList(
-            nn.ModuleDict({name: _branch(channels, branch_channels, num) for name, num in outputs.items()})
+            nn.ModuleDict(
+                {
+                    name: nn.Sequential(
+                        _hidden(nn.Conv1d, nn.BatchNorm1d, channels, branch_channels, 1),
+                        nn.Conv1d(branch_channels, width, 1),
+                    )
+                    for name, width in widths.items()
+                }
+            )
             for _ in range(num_layers)
         )
-        self._initialise()
-
-    def _initialise(self) -> None:
         for parameter in self.decoder.parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
-        for classifier in (self.heatmap_head[-1], *(branch["logits"][-1] for branch in self.branches)):
-            nn.init.constant_(classifier.bias, PRIOR_BIAS)
+        for name, parameter in self.named_parameters():
+            if name == "heatmap_head.1.bias" or name.endswith("logits.1.bias"):
+                nn.init.constant_(parameter, PRIOR_BIAS)
 
     def forward(self, bev: Tensor) -> TransFusionPredictions:
         """Detect on a BEV map ``(B, C_in, Y, X)``."""
-        if tuple(bev.shape[-2:]) != self.codec.grid.shape:
-            raise InputError(
-                f"the head's grid has {self.codec.grid.shape} cells (Y, X) but its BEV map has "
-                f"{tuple(bev.shape[-2:])}; make model.network.head.grid match the strides before it"
-            )
+        _check_map(bev, self.codec.grid)
         features = self.shared_conv(bev)
         heatmap = self.heatmap_head(features).float()
         peaks = self.find_peaks(heatmap.detach().sigmoid()).flatten(2)
@@ -144,8 +134,10 @@ class TransFusionHead(nn.Module):
         logits, code = [], []
         for layer, branches in zip(self.decoder, self.branches, strict=True):
             query = layer(query, features, position, self.positions)
-            # Cells of a large map and metres do not fit half precision: add and keep them in float32.
-            outputs = {name: branch(query).transpose(1, 2).float() for name, branch in branches.items()}
+            # The cells of a large map do not fit half precision: add and keep them in float32.
+            outputs = {
+                name: branch(query).transpose(1, 2).float() for name, branch in branches.items()
+            }
             outputs["centre"] = outputs["centre"] + position
             logits.append(outputs.pop("logits"))
             code.append(torch.cat(list(outputs.values()), dim=-1))
@@ -163,38 +155,125 @@ class TransFusionHead(nn.Module):
         """Zero what is no local maximum in ``(B, K, Y, X)``; the border as the class says."""
         reach = self.peak_kernel // 2
         pooled = F.max_pool2d(probability, self.peak_kernel, stride=1, padding=reach)
-        inner = F.pad(
-            torch.ones_like(probability[:1, :1, reach:-reach, reach:-reach]), (reach,) * 4
-        ) if reach else torch.ones_like(probability[:1, :1])
-        is_peak = (probability == pooled) & inner.bool()
+        is_peak = probability == pooled
+        if reach:
+            border = torch.ones_like(is_peak)
+            border[..., reach:-reach, reach:-reach] = False
+            is_peak = is_peak & ~border
         return probability * (is_peak | self.is_point_class.view(1, -1, 1, 1))
 
     def decode(self, predictions: TransFusionPredictions) -> Boxes3D:
-        """Boxes ``(B, Q)`` of the last layer in the order of the queries, not sorted by score. The score is
-        the product of the last layer's and the heatmap's probability of the query's class."""
+        """Boxes ``(B, Q)`` of the last layer in the order of the queries, not sorted by score. The
+        score is the product of the last layer's and the heatmap's probability of the query's
+        class."""
         label, codec = predictions.query_label, predictions.codec
         probability = predictions.logits[-1].float().sigmoid()
         score = probability.gather(-1, label.unsqueeze(-1)).squeeze(-1)
         score = score * predictions.query_score.gather(1, label.unsqueeze(1)).squeeze(1)
         code = predictions.code[-1]
         boxes = codec.decode(code, label, score, torch.isfinite(code).all(-1))
-        valid = boxes.valid
-        if self.score_threshold is not None:
-            valid = valid & (score > self.score_threshold)
-        if self.decode_range_m is not None:
-            low, high = code.new_tensor(self.decode_range_m).view(2, 3)
-            bottom = code[..., 2] - 0.5 * boxes.size[..., 2]
-            point = torch.cat([boxes.centre[..., :2], bottom.unsqueeze(-1)], dim=-1)
-            valid = valid & ((point >= low) & (point <= high)).all(-1)
-        if self.circle_radius_m is not None:
-            radius = self.is_circle_class[label] * self.circle_radius_m
-            valid = circle_nms(boxes.centre[..., :2], score, radius, group=label, valid=valid)
-        return replace(boxes, valid=valid)
+        return self.choice(boxes)
+
+
+class CentreHead(nn.Module):
+    """CenterPoint's first stage (Yin et al., CVPR 2021): a class heatmap, and at each of its peaks
+    the box that the cell predicts. It learns in fewer steps than queries and an attention do.
+
+    Args:
+        grid: the head's map.
+        in_channels: of the BEV map.
+        channels: width of the hidden layers.
+        num_boxes: boxes kept per sample before the choice below, at most classes x cells.
+        peak_kernel: odd side of the window of the local maximum in cells; of no class the border
+            or a cell beside a higher one counts.
+        height_shift: see :class:`BoxCodec`.
+        choice: which boxes decode keeps; None keeps all.
+
+    Raises:
+        InputError: ``num_boxes`` exceeds classes x cells, or a BEV map does not fit the grid.
+    """
+
+    def __init__(
+        self,
+        grid: BevGrid,
+        in_channels: int,
+        num_classes: int = 10,
+        channels: int = 64,
+        num_boxes: int = 200,
+        peak_kernel: int = 3,
+        height_shift: float = 0.0,
+        choice: BoxChoice | None = None,
+    ) -> None:
+        super().__init__()
+        _check_count("CentreHead", "num_boxes", num_boxes, num_classes, grid)
+        self.codec = BoxCodec(grid, height_shift)
+        self.num_boxes, self.peak_kernel = num_boxes, peak_kernel
+        self.choice = BoxChoice() if choice is None else choice
+        self.register_buffer("positions", _cell_positions(grid), persistent=False)
+        self.shared = _hidden(nn.Conv2d, nn.BatchNorm2d, in_channels, channels, 3)
+        self.heatmap = nn.Sequential(
+            _hidden(nn.Conv2d, nn.BatchNorm2d, channels, channels, 3),
+            nn.Conv2d(channels, num_classes, 3, padding=1),
+        )
+        self.box = nn.Sequential(
+            _hidden(nn.Conv2d, nn.BatchNorm2d, channels, channels, 3),
+            nn.Conv2d(channels, 10, 3, padding=1),
+        )
+        for name, parameter in self.heatmap.named_parameters():
+            if name == "1.bias":
+                nn.init.constant_(parameter, PRIOR_BIAS)
+
+    def forward(self, bev: Tensor) -> HeatmapPredictions:
+        """Detect on a BEV map ``(B, C_in, Y, X)``."""
+        _check_map(bev, self.codec.grid)
+        features = self.shared(bev)
+        code = self.box(features).float()
+        at_cell = self.positions.transpose(1, 2).view(1, 2, *self.codec.grid.shape)
+        code = torch.cat([code[:, :2] + at_cell, code[:, 2:]], dim=1)
+        return HeatmapPredictions(self.heatmap(features).float(), code, self.codec)
+
+    def decode(self, predictions: HeatmapPredictions) -> Boxes3D:
+        """The best ``num_boxes`` peaks as boxes ``(B, num_boxes)``, by descending score."""
+        probability = predictions.heatmap.float().sigmoid()
+        pooled = F.max_pool2d(probability, self.peak_kernel, 1, self.peak_kernel // 2)
+        peaks = (probability * (probability == pooled)).flatten(2)
+        score, best = peaks.flatten(1).topk(self.num_boxes, dim=-1)
+        label, cell = best // peaks.shape[-1], best % peaks.shape[-1]
+        code = predictions.code.flatten(2)
+        code = code.gather(2, cell.unsqueeze(1).expand(-1, 10, -1)).transpose(1, 2)
+        valid = torch.isfinite(code).all(-1) & (score > 0)
+        return self.choice(predictions.codec.decode(code, label, score, valid))
+
+
+def _cell_positions(grid: BevGrid) -> Tensor:
+    """``(1, Y * X, 2)`` centres of the cells in cells, x then y."""
+    height, width = grid.shape
+    j, i = torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing="ij")
+    return torch.stack([i, j], dim=-1).flatten(0, 1).unsqueeze(0)
+
+
+def _check_count(head: str, name: str, count: int, num_classes: int, grid: BevGrid) -> None:
+    """Raise InputError where a head wants more peaks than its heatmap has cells."""
+    most = num_classes * grid.shape[0] * grid.shape[1]
+    if not 0 < count <= most:
+        raise InputError(
+            f"{head} takes {name} from 1 to {most} on a map of {grid.shape} cells with "
+            f"{num_classes} classes, got {count}; lower model.network.head.{name}"
+        )
+
+
+def _check_map(bev: Tensor, grid: BevGrid) -> None:
+    """Raise InputError where a BEV map has other cells than the head's grid."""
+    if tuple(bev.shape[-2:]) != grid.shape:
+        raise InputError(
+            f"the head's grid has {grid.shape} cells (Y, X) but its BEV map has "
+            f"{tuple(bev.shape[-2:])}; make model.network.head.grid match the strides before it"
+        )
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention among queries, cross-attention to the map, feed-forward; each with its residual
-    before the norm. Every attention gets feature plus position as query, key AND value.
+    """Self-attention among queries, cross-attention to the map, feed-forward; each with its
+    residual before the norm. Every attention gets feature plus position as query, key AND value.
 
     One embedding of positions serves the queries in both attentions, another the keys.
     """
@@ -243,20 +322,18 @@ def _position_embedding(channels: int) -> nn.Sequential:
 
 
 def _embed(embedding: nn.Module, cells: Tensor) -> Tensor:
-    """Embed cells ``(B, P, 2)`` to ``(B, P, C)``; in float32, for bfloat16 cannot count beyond 256."""
+    """Embed cells ``(B, P, 2)`` to ``(B, P, C)``; in float32: bfloat16 cannot count past 256."""
     with torch.autocast(cells.device.type, enabled=False):
         embedded: Tensor = embedding(cells.transpose(1, 2))
     return embedded.transpose(1, 2)
 
 
-def _branch(channels: int, hidden: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Sequential(
-            OrderedDict(
-                conv=nn.Conv1d(channels, hidden, 1, bias=False),
-                bn=nn.BatchNorm1d(hidden),
-                relu=nn.ReLU(inplace=True),
-            )
-        ),
-        nn.Conv1d(hidden, outputs, 1),
+def _hidden(
+    convolution: type[nn.Module], norm: type[nn.Module], inputs: int, outputs: int, kernel: int
+) -> nn.Sequential:
+    layers = OrderedDict(
+        conv=convolution(inputs, outputs, kernel, padding=kernel // 2, bias=False),
+        bn=norm(outputs),
+        relu=nn.ReLU(inplace=True),
     )
+    return nn.Sequential(layers)

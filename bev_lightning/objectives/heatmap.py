@@ -7,15 +7,19 @@ from bev_lightning.structures import BevGrid, Boxes3D
 
 
 def gaussian_heatmap(
-    boxes: Boxes3D, grid: BevGrid, num_classes: int, min_overlap: float = 0.1, min_radius_cells: int = 2
+    boxes: Boxes3D,
+    grid: BevGrid,
+    num_classes: int,
+    min_overlap: float = 0.1,
+    min_radius_cells: int = 2,
 ) -> Tensor:
     """Targets of a class heatmap (CenterPoint, section 3), ``(B, K, Y, X)`` float32 in 0..1.
 
     At the cell that holds a box's centre the value is 1. It falls off as a Gaussian with a standard
     deviation of (2 r + 1) / 6 cells inside a square of r cells to each side and is 0 outside; where
-    boxes of a class meet the larger value counts. A box whose centre is NaN or outside the grid is not
-    drawn. (The published code is right on square grids only, and rounds a centre just below the lower
-    bound into the grid.)
+    boxes of a class meet the larger value counts. A box whose centre is NaN or outside the grid is
+    not drawn. (The published code is right on square grids only, and rounds a centre just below
+    the lower bound into the grid.)
 
     Args:
         boxes: ``(B, M)`` in the model frame.
@@ -33,7 +37,10 @@ def gaussian_heatmap(
     limit = centre.new_tensor([width, height])
     drawn = boxes.valid & ((centre >= 0) & (centre < limit)).all(-1)
     # As published: lengths in cells along y, widths along x, whatever the heading.
-    length, width_cells = boxes.size[..., 0].float() / grid.cell[1], boxes.size[..., 1].float() / grid.cell[0]
+    length, width_cells = (
+        boxes.size[..., 0].float() / grid.cell[1],
+        boxes.size[..., 1].float() / grid.cell[0],
+    )
     radius = gaussian_radius(length, width_cells, min_overlap).nan_to_num().floor()
     radius = radius.clamp(min=min_radius_cells)[..., None]
 
@@ -56,8 +63,8 @@ def gaussian_radius(length: Tensor, width: Tensor, min_overlap: float) -> Tensor
     """Radius in cells within which a shifted box still overlaps by ``min_overlap``, of box sizes
     ``(...)`` in cells: the least of three cases (CornerNet, section 3.2).
 
-    The published code divides all three roots by 2 where the quadratic formula wants 2 a (a = 1, 4 and
-    4 ``min_overlap``). Its models were trained on those targets, so the formula is kept.
+    The published code divides all three roots by 2 where the quadratic formula wants 2 a (a = 1, 4
+    and 4 ``min_overlap``). Its models were trained on those targets, so the formula is kept.
     """
     total, area = length + width, length * width
     cases = []

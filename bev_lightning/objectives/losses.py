@@ -1,6 +1,7 @@
 """Losses of the detection heads, in float32 whatever the precision around them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,22 +10,26 @@ from torch.nn import functional as F
 from bev_lightning.objectives.heatmap import gaussian_heatmap
 from bev_lightning.objectives.matching import Assignment, TransFusionMatcher
 from bev_lightning.structures import Boxes3D
-from bev_lightning.structures.predictions import BEVFusionPredictions, TransFusionPredictions
+from bev_lightning.structures.predictions import (
+    BEVFusionPredictions,
+    HeatmapPredictions,
+    TransFusionPredictions,
+)
 
 # Of cx, cy, cz, log w, log l, log h, sin, cos, vx, vy.
 CODE_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.2, 0.2)
 
 
 class TransFusionObjective:
-    """TransFusion's loss: Gaussian focal on the class heatmap; focal and L1 on the matched queries of
-    each layer.
+    """TransFusion's loss: Gaussian focal on the class heatmap; focal and L1 on the matched queries
+    of each layer.
 
-    A frame without boxes, or a batch of them, trains: its heatmap and queries learn background, the box
-    term is 0. Of a box with unknown velocity only the velocity is left out (the published code trains it
-    towards standing still, because its data reader writes 0 for unknown).
+    A frame without boxes, or a batch of them, trains: its heatmap and queries learn background,
+    the box term is 0. Of a box with unknown velocity only the velocity is left out (the published
+    code trains it towards standing still, because its data reader writes 0 for unknown).
 
-    As published, the terms of every layer are divided by the number of matched queries in all layers
-    and samples together, at least 1.
+    As published, the terms of every layer are divided by the number of matched queries in all
+    layers and samples together, at least 1.
 
     Args:
         class_weight, box_weight, heatmap_weight: of the three terms.
@@ -75,7 +80,11 @@ class TransFusionObjective:
         self, logits: Tensor, targets: Boxes3D, predictions: TransFusionPredictions
     ) -> Tensor:
         wanted = gaussian_heatmap(
-            targets, predictions.codec.grid, logits.shape[1], self.min_overlap, self.min_radius_cells
+            targets,
+            predictions.codec.grid,
+            logits.shape[1],
+            self.min_overlap,
+            self.min_radius_cells,
         )
         return self.heatmap_weight * gaussian_focal_loss(logits, wanted)
 
@@ -94,15 +103,61 @@ class TransFusionObjective:
         return self.class_weight * by_class / num_positive, self.box_weight * by_box / num_positive
 
 
+class CentreObjective:
+    """CenterPoint's loss: Gaussian focal on the class heatmap, L1 on the box predicted by the cell
+    that holds a box's centre. Boxes outside the grid are left out, and unknown velocities.
+
+    Args:
+        box_weight, heatmap_weight: of the two terms.
+        code_weights: of the ten numbers of a box in the L1 term.
+        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+    """
+
+    def __init__(
+        self,
+        box_weight: float = 0.25,
+        heatmap_weight: float = 1.0,
+        code_weights: Sequence[float] = CODE_WEIGHTS,
+        min_overlap: float = 0.1,
+        min_radius_cells: int = 2,
+    ) -> None:
+        self.box_weight, self.heatmap_weight = box_weight, heatmap_weight
+        self.code_weights = tuple(map(float, code_weights))
+        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+
+    def __call__(self, predictions: HeatmapPredictions, targets: Boxes3D) -> dict[str, Tensor]:
+        """Weighted scalars ``heatmap`` and ``box``."""
+        codec, logits = predictions.codec, predictions.heatmap
+        with torch.autocast(logits.device.type, enabled=False):
+            heatmap = gaussian_heatmap(
+                targets, codec.grid, logits.shape[1], self.min_overlap, self.min_radius_cells
+            )
+            height, width = codec.grid.shape
+            wanted = codec.encode(targets)  # (B, M, 10)
+            i, j = wanted[..., 0].nan_to_num().floor(), wanted[..., 1].nan_to_num().floor()
+            inside = targets.valid & (i >= 0) & (i < width) & (j >= 0) & (j < height)
+            cell = (j * width + i).long() * inside
+            predicted = predictions.code.flatten(2).transpose(1, 2)  # (B, Y * X, 10)
+            predicted = predicted.gather(1, cell.unsqueeze(-1).expand_as(wanted))
+            weight = inside.unsqueeze(-1) * predicted.new_tensor(self.code_weights)
+            by_box = masked_l1_loss(predicted, wanted, weight).sum() / inside.sum().clamp(min=1)
+            return {
+                "heatmap": self.heatmap_weight * gaussian_focal_loss(logits, heatmap),
+                "box": self.box_weight * by_box,
+            }
+
+
 class BEVFusionObjective:
     """The loss of the head and, where the network supervises depth, of the camera's depth.
 
     Args:
-        detection: ``(predictions, targets) -> terms`` of the head's predictions.
+        detection: the loss of the head: TransFusionObjective or CentreObjective.
         depth_weight: of the term ``depth``.
     """
 
-    def __init__(self, detection: TransFusionObjective, depth_weight: float = 0.3) -> None:
+    def __init__(
+        self, detection: Callable[[Any, Boxes3D], dict[str, Tensor]], depth_weight: float = 0.3
+    ) -> None:
         self.detection, self.depth_weight = detection, depth_weight
 
     def __call__(self, predictions: BEVFusionPredictions, targets: Boxes3D) -> dict[str, Tensor]:
@@ -131,7 +186,7 @@ def gaussian_focal_loss(logits: Tensor, heatmap: Tensor) -> Tensor:
 def sigmoid_focal_loss(
     logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0
 ) -> Tensor:
-    """RetinaNet's focal loss of each logit, ``(..., K)`` of labels ``(...)``; label K is background."""
+    """RetinaNet's focal loss of each logit, ``(..., K)`` of labels ``(...)``; K is background."""
     logits = logits.float()
     wanted = F.one_hot(labels, logits.shape[-1] + 1)[..., :-1].to(logits.dtype)
     entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
@@ -141,16 +196,16 @@ def sigmoid_focal_loss(
 
 
 def masked_l1_loss(predicted: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
-    """Weighted absolute difference of each number; none where what is wanted is NaN (a velocity that is
-    unknown) or the weight is 0, and no gradient from there either."""
+    """Weighted absolute difference of each number; none where what is wanted is NaN (a velocity
+    that is unknown) or the weight is 0, and no gradient from there either."""
     counts = torch.isfinite(wanted) & (weight > 0)
     difference = torch.where(counts, predicted.float() - wanted.nan_to_num(), 0.0)
     return difference.abs() * weight
 
 
 def depth_loss(depth_logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of the depth distribution where the lidar saw something (BEVDepth, section 4.1),
-    averaged over those pixels; 0 where there are none.
+    """Cross entropy of the depth distribution where the lidar saw something (BEVDepth, section
+    4.1), averaged over those pixels; 0 where there are none.
 
     Args:
         depth_logits: ``(B, N, D, h, w)``.
@@ -158,6 +213,9 @@ def depth_loss(depth_logits: Tensor, target: Tensor) -> Tensor:
     """
     with torch.autocast(depth_logits.device.type, enabled=False):
         entropy = F.cross_entropy(
-            depth_logits.float().flatten(0, 1), target.flatten(0, 1), ignore_index=-1, reduction="sum"
+            depth_logits.float().flatten(0, 1),
+            target.flatten(0, 1),
+            ignore_index=-1,
+            reduction="sum",
         )
         return entropy / (target >= 0).sum().clamp(min=1)

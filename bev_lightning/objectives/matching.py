@@ -1,7 +1,7 @@
 """Which query answers for which box: costs and the Hungarian method.
 
-Costs are computed on the device for all layers and samples together; they cross to the host once per
-step, are solved there by SciPy, and the answer crosses back once.
+Costs are computed on the device for all layers and samples together; they cross to the host once
+per step, are solved there by SciPy, and the answer crosses back once.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,10 @@ class TransFusionMatcher:
     """
 
     def __init__(
-        self, class_weight: float = 0.15, distance_weight: float = 0.25, overlap_weight: float = 0.25
+        self,
+        class_weight: float = 0.15,
+        distance_weight: float = 0.25,
+        overlap_weight: float = 0.25,
     ) -> None:
         self.class_weight = class_weight
         self.distance_weight = distance_weight
@@ -59,7 +62,13 @@ class TransFusionMatcher:
 
     @torch.no_grad()
     def __call__(
-        self, logits: Tensor, boxes: Tensor, labels: Tensor, targets: Tensor, valid: Tensor, grid: BevGrid
+        self,
+        logits: Tensor,
+        boxes: Tensor,
+        labels: Tensor,
+        targets: Tensor,
+        valid: Tensor,
+        grid: BevGrid,
     ) -> Assignment:
         """Match every layer and sample on its own.
 
@@ -74,7 +83,9 @@ class TransFusionMatcher:
             box = assign(cost, valid)
             matched = box.clamp(min=0).unsqueeze(-1)
             empty = overlap.shape[-1] == 0
-            paired = overlap.new_zeros(box.shape) if empty else overlap.gather(-1, matched).squeeze(-1)
+            paired = (
+                overlap.new_zeros(box.shape) if empty else overlap.gather(-1, matched).squeeze(-1)
+            )
             return Assignment(box, torch.where(box >= 0, paired, torch.zeros_like(paired)))
 
     def costs(
@@ -88,8 +99,8 @@ class TransFusionMatcher:
 
 
 def focal_cost(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    """What the focal loss would gain by calling query q the class of box m: ``(L, B, Q, M)`` of logits
-    ``(L, B, Q, K)`` and labels ``(B, M)``."""
+    """What the focal loss would gain by calling query q the class of box m: ``(L, B, Q, M)`` of
+    logits ``(L, B, Q, K)`` and labels ``(B, M)``."""
     probability = logits.float().sigmoid()
     negative = -(1 - probability + 1e-12).log() * (1 - alpha) * probability.pow(gamma)
     positive = -(probability + 1e-12).log() * alpha * (1 - probability).pow(gamma)
@@ -114,8 +125,8 @@ def assign(cost: Tensor, valid: Tensor) -> Tensor:
         valid: ``(B, M)`` bool; other boxes are left out.
 
     Returns:
-        ``(L, B, Q)`` int64 on the device of the costs, index into M or -1. Where there are more boxes
-        than queries, every query gets one.
+        ``(L, B, Q)`` int64 on the device of the costs, index into M or -1. Where there are more
+        boxes than queries, every query gets one.
     """
     layers, batch, queries, boxes = cost.shape
     if boxes == 0:

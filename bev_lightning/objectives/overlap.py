@@ -9,10 +9,10 @@ def overlap_area(first: Tensor, second: Tensor) -> Tensor:
 
     The corners of the first are taken to the frame of the second, where that one is
     ``|x| <= l / 2, |y| <= w / 2``, and its outline is pushed back into it point by point: what lies
-    outside lands on the border and runs along it forth and back, so that the shoelace formula on the
-    pushed outline gives the shared area. An edge is straight between its crossings with the four border
-    lines, so it is enough to push its ends and its crossings. Nothing is compared with a tolerance:
-    coinciding edges, equal and enclosed boxes are no special cases.
+    outside lands on the border and runs along it forth and back, so that the shoelace formula on
+    the pushed outline gives the shared area. An edge is straight between its crossings with the
+    four border lines, so it is enough to push its ends and its crossings. Nothing is compared with
+    a tolerance: coinciding edges, equal and enclosed boxes are no special cases.
 
     Args:
         first, second: ``(..., 5) [x, y, l, w, yaw]`` metres and radians.
@@ -47,8 +47,8 @@ def overlap_area(first: Tensor, second: Tensor) -> Tensor:
 def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
     """Intersection over union of volumes ``(..., N, M)`` of ``(..., N, 7)`` and ``(..., M, 7)``.
 
-    On a CPU the area is computed only of pairs whose circumscribed circles touch, which are few. On a
-    GPU choosing them would wait for the device, and all pairs cost less than that.
+    On a CPU the area is computed only of pairs whose circumscribed circles touch, which are few.
+    On a GPU choosing them would wait for the device, and all pairs cost less than that.
 
     Args:
         first, second: ``[x, y, z, l, w, h, yaw]``, z of the centre; metres and radians.
@@ -66,7 +66,9 @@ def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
         area = first.new_zeros(near.shape)
         area[near] = overlap_area(first[near][:, flat], second[near][:, flat])
     top = torch.minimum(first[..., 2] + 0.5 * first[..., 5], second[..., 2] + 0.5 * second[..., 5])
-    bottom = torch.maximum(first[..., 2] - 0.5 * first[..., 5], second[..., 2] - 0.5 * second[..., 5])
+    bottom = torch.maximum(
+        first[..., 2] - 0.5 * first[..., 5], second[..., 2] - 0.5 * second[..., 5]
+    )
     shared = area * (top - bottom).clamp(min=0.0)
     volumes = first[..., 3:6].prod(-1) + second[..., 3:6].prod(-1)
     return shared / (volumes - shared).clamp(min=1e-8)

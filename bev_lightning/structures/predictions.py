@@ -1,7 +1,7 @@
 """What the detection heads return, and the codes they are trained in.
 
-A codec is the border between a head's own numbers and :class:`Boxes3D`; nothing else knows the code.
-Predictions carry the codec that made them, so that decoding and the losses cannot disagree.
+A codec is the border between a head's own numbers and :class:`Boxes3D`; nothing else knows the
+code. Predictions carry the codec that made them, so that decoding and the losses cannot disagree.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ from bev_lightning.structures.grid import BevGrid
 class BoxCodec:
     """The ten numbers in which TransFusion predicts a box:
 
-    ``(..., 10) [cx, cy, cz, log w, log l, log h, sin, cos, vx, vy]``: centre in cells of the head's map
-    (the first cell's centre is 0.5), height and sizes in metres, velocity [m/s]. Sine and cosine are
-    those of mmdetection3d's angle before version 1.0, ``-yaw - pi / 2``, because the published weights
-    were trained with it; here they are ``-cos(yaw)`` and ``-sin(yaw)``.
+    ``(..., 10) [cx, cy, cz, log w, log l, log h, sin, cos, vx, vy]``: centre in cells of the
+    head's map (the first cell's centre is 0.5), height and sizes in metres, velocity [m/s]. Sine
+    and cosine are those of mmdetection3d's angle before version 1.0, ``-yaw - pi / 2``, because
+    the published weights were trained with it; here they are ``-cos(yaw)`` and ``-sin(yaw)``.
 
     Attributes:
         grid: the head's map.
         height_shift: cz lies this share of the box's height above its gravity centre. The published
-            BEVFusion took the annotated centre for the bottom of the box, so its weights predict half a
-            height too much: 0.5 gives right boxes with them. 0 is the plain reading of the code.
+            BEVFusion took the annotated centre for the bottom of the box, so its weights predict
+            half a height too much: 0.5 gives right boxes with them. 0 is the plain reading of the
+            code.
     """
 
     grid: BevGrid
@@ -50,7 +51,7 @@ class BoxCodec:
         return torch.cat([torch.stack(columns, dim=-1), boxes.velocity.float()], dim=-1)
 
     def decode(self, code: Tensor, label: Tensor, score: Tensor, valid: Tensor) -> Boxes3D:
-        """Codes ``(..., M, 10)`` to boxes ``(..., M)`` with label, score and validity ``(..., M)``."""
+        """Codes ``(..., M, 10)`` to boxes with label, score and validity ``(..., M)``."""
         code = code.float()
         width, length, height = code[..., 3:6].exp().unbind(-1)
         z = code[..., 2] - self.height_shift * height
@@ -65,8 +66,8 @@ class BoxCodec:
         )
 
     def footprints(self, code: Tensor) -> Tensor:
-        """``(..., M, 7) [x, y, z, l, w, h, yaw]`` in metres and radians, z as the code has it (shifted by
-        ``height_shift``): what overlaps are computed from, in the matcher."""
+        """``(..., M, 7) [x, y, z, l, w, h, yaw]`` in metres and radians, z as the code has it
+        (shifted by ``height_shift``): what overlaps are computed from, in the matcher."""
         code = code.float()
         columns = [
             code[..., 2:3],
@@ -83,7 +84,8 @@ class TransFusionPredictions:
     Attributes:
         heatmap: ``(B, K, Y, X)`` logits of the class heatmap.
         query_label: ``(B, Q)`` int64 class of the peak a query started from.
-        query_score: ``(B, K, Q)`` the heatmap's probabilities at that cell, zero where it is no peak.
+        query_score: ``(B, K, Q)`` the heatmap's probabilities at that cell, zero where it is no
+            peak.
         logits: ``(L, B, Q, K)`` class logits of each layer.
         code: ``(L, B, Q, 10)`` boxes in the code of ``codec``.
         codec: what turns codes into boxes.

@@ -1,8 +1,8 @@
 """The TransFusion head against outputs of the official BEVFusion code (fixtures F and H).
 
-The official maps are (X, Y): inputs, maps, flattened indices and BEV kernels are transposed here. Its
-boxes are ``[x, y, z_bottom, w, l, h, -yaw - pi / 2, vx, vy]``; the codec reads them plainly here
-(``height_shift=0``), and one test shows what the default shift means.
+The official maps are (X, Y): inputs, maps, flattened indices and BEV kernels are transposed here.
+Its boxes are ``[x, y, z_bottom, w, l, h, -yaw - pi / 2, vx, vy]``. Targets and losses read them
+plainly (``height_shift=0``), decoding as our default does (see ``to_official``).
 """
 
 import json
@@ -19,7 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bev_lightning.models.box_choice import BoxChoice
 from bev_lightning.models.checkpoints import official_transfusion_keys
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.objectives.heatmap import gaussian_heatmap
@@ -54,7 +56,9 @@ def make_grid(config: Mapping[str, Any]) -> BevGrid:
     return BevGrid(tuple(train["point_cloud_range"]), (cell[0], cell[1]))
 
 
-def make_head(config: Mapping[str, Any], **options: Any) -> TransFusionHead:
+def make_head(
+    config: Mapping[str, Any], height_shift: float = 0.0, circle_radius_m: float | None = None
+) -> TransFusionHead:
     coder = config["bbox_coder"]
     settings: dict[str, Any] = dict(
         grid=make_grid(config),
@@ -67,11 +71,15 @@ def make_head(config: Mapping[str, Any], **options: Any) -> TransFusionHead:
         ffn_channels=config["ffn_channel"],
         dropout=config["dropout"],
         peak_kernel=config["nms_kernel_size"],
-        height_shift=0.0,
-        score_threshold=coder["score_threshold"] or None,
-        decode_range_m=coder["post_center_range"],
+        height_shift=height_shift,
+        choice=BoxChoice(
+            score_threshold=coder["score_threshold"] or None,
+            range_m=coder["post_center_range"],
+            circle_radius_m=circle_radius_m,
+            circle_classes=(8, 9),
+        ),
     )
-    return TransFusionHead(**(settings | options)).eval()
+    return TransFusionHead(**settings).eval()
 
 
 def make_objective(config: Mapping[str, Any]) -> TransFusionObjective:
@@ -105,10 +113,14 @@ def from_official(boxes: np.ndarray, labels: np.ndarray) -> Boxes3D:
 
 
 def to_official(boxes: Boxes3D) -> np.ndarray:
-    """``(K, 9)`` with the angle in (-pi, pi]."""
-    bottom = boxes.centre[:, 2] - 0.5 * boxes.size[:, 2]
-    yaw = wrap_angle(-boxes.yaw - math.pi / 2)
-    columns = [boxes.centre[:, :2], bottom[:, None], boxes.size[:, [1, 0, 2]], yaw[:, None], boxes.velocity]
+    """``(K, 9)`` with the angle in (-pi, pi]. The published data has the annotated centre for the
+    bottom of a box, so what its decode calls bottom z is the centre of our box."""
+    columns = [
+        boxes.centre,
+        boxes.size[:, [1, 0, 2]],
+        wrap_angle(-boxes.yaw - math.pi / 2)[:, None],
+        boxes.velocity,
+    ]
     return torch.cat(columns, dim=1).detach().numpy()
 
 
@@ -137,7 +149,7 @@ def same_boxes(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 class HeadRun:
-    """One forward, loss and backward of a fixture's folder, with what the outputs are checked against."""
+    """One forward, loss and backward of a folder: what the outputs are checked against."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())["head"]
@@ -164,10 +176,12 @@ class HeadRun:
         sum(self.objective(self.at_stored_code(), self.targets).values()).backward()
 
     def at_stored_code(self) -> TransFusionPredictions:
-        """Our predictions with the values of the stored ones and our gradient. The sizes of some boxes were
-        made equal to the predicted ones, so that the sign of a difference of 1e-7 decides the gradient of
-        the L1 term: it has to be the official difference."""
-        parts = [self.outputs[f"forward/{name}"] for name in ("center", "height", "dim", "rot", "vel")]
+        """Our predictions with the values of the stored ones and our gradient. The sizes of some
+        boxes were made equal to the predicted ones, so that the sign of a difference of 1e-7
+        decides the gradient of the L1 term: it has to be the official difference."""
+        parts = [
+            self.outputs[f"forward/{name}"] for name in ("center", "height", "dim", "rot", "vel")
+        ]
         code = self.predictions.code
         stored = torch.from_numpy(np.concatenate(parts, axis=1)).unflatten(2, (code.shape[0], -1))
         return replace(self.predictions, code=stored.permute(2, 0, 3, 1) + (code - code.detach()))
@@ -197,9 +211,7 @@ class HeadRun:
             "targets": self.check_targets,
             "assign": self.check_assign,
             "loss": self.check_loss,
-            "gradnorm": lambda rest, value: close(
-                self.gradient(rest).norm(), value, atol=1e-5, rtol=1e-3
-            ),
+            "gradnorm": lambda rest, value: close(self.gradient(rest).norm(), value, 1e-5, 1e-4),
             "grad": self.check_gradient,
             "get_bboxes": self.check_boxes,
         }
@@ -253,7 +265,11 @@ class HeadRun:
         elif name == "heatmap":
             train = self.config["train_cfg"]
             drawn = gaussian_heatmap(
-                self.targets, codec.grid, self.head.num_classes, train["gaussian_overlap"], train["min_radius"]
+                self.targets,
+                codec.grid,
+                self.head.num_classes,
+                train["gaussian_overlap"],
+                train["min_radius"],
             )
             close(swap_map(drawn), expected, 1e-5)
         else:
@@ -264,7 +280,9 @@ class HeadRun:
         return float((self.assignment.overlap.sum((0, 2)) / positive).mean())
 
     def check_assign(self, name: str, expected: np.ndarray) -> None:
-        match = re.fullmatch(r"sample(\d+)/layer(\d+)/(iou3d|cls_cost|reg_cost|assigned_gt_inds)", name)
+        match = re.fullmatch(
+            r"sample(\d+)/layer(\d+)/(iou3d|cls_cost|reg_cost|assigned_gt_inds)", name
+        )
         if match is None:
             pytest.fail(f"no test knows the output assign/{name}")
         sample, layer, kind = int(match[1]), int(match[2]), match[3]
@@ -279,7 +297,9 @@ class HeadRun:
             cost = focal_cost(logits, boxes.label[None])[0, 0]
             close(self.objective.matcher.class_weight * cost, expected, 1e-4)
         elif kind == "reg_cost":
-            cost = distance_cost(footprints[None, None, :, :2], wanted[None, :, :2], codec.grid)[0, 0]
+            cost = distance_cost(footprints[None, None, :, :2], wanted[None, :, :2], codec.grid)[
+                0, 0
+            ]
             close(self.objective.matcher.distance_weight * cost, expected, 1e-4)
         else:
             close(self.assignment.box[layer, sample] + 1, expected, 0.0)
@@ -323,11 +343,11 @@ def check_decoded(
     column: str,
     expected: np.ndarray,
 ) -> None:
-    """Decode with our radius in metres, the root of the official one, and compare the boxes kept."""
+    """Decode with our radius in metres, the root of the official one, and compare the rest."""
     radius = math.sqrt(OFFICIAL_CIRCLE_RADIUS) if nms == "circle" else None
-    head = make_head(config, circle_radius_m=radius)
+    head = make_head(config, 0.5, radius)
     with torch.no_grad():
-        boxes = head.decode(predictions)[sample]
+        boxes = head.decode(replace(predictions, codec=head.codec))[sample]
     boxes = boxes[boxes.valid]
     if column == "boxes":
         official = to_official(boxes)
@@ -342,14 +362,18 @@ def check_decoded(
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[Path, HeadRun]]:
     """Each folder is run once."""
-    yield {folder: HeadRun(folder) for folder in folders("F_transfusion_head*")}
+    # The fused attention of the CPU is 50 times less exact in its backward than the plain formula.
+    with sdpa_kernel(SDPBackend.MATH):
+        yield {folder: HeadRun(folder) for folder in folders("F_transfusion_head*")}
 
 
 def stored(part: str) -> list[Any]:
     cases = []
     for folder in folders(part):
         with np.load(folder / "outputs.npz") as arrays:
-            cases += [pytest.param(folder, name, id=f"{folder.name}:{name}") for name in arrays.files]
+            cases += [
+                pytest.param(folder, name, id=f"{folder.name}:{name}") for name in arrays.files
+            ]
     return cases
 
 
@@ -360,21 +384,15 @@ def test_transfusion_head(runs: dict[Path, HeadRun], folder: Path, name: str) ->
 
 def test_unknown_name_fails(runs: dict[Path, HeadRun]) -> None:
     run = next(iter(runs.values()))
-    for name in ("other", "forward/other", "targets/other", "assign/sample0/layer0/other", "loss/other"):
+    for name in (
+        "other",
+        "forward/other",
+        "targets/other",
+        "assign/sample0/layer0/other",
+        "loss/other",
+    ):
         with pytest.raises(pytest.fail.Exception, match="no test knows"):
             run.check(name, np.zeros(1))
-
-
-def test_default_height_shift_reads_checkpoint(runs: dict[Path, HeadRun]) -> None:
-    """The published data has the annotated centre as bottom z, so what the official decode calls the
-    bottom is the centre of our box."""
-    for run in runs.values():
-        codec = replace(run.predictions.codec, height_shift=0.5)
-        with torch.no_grad():
-            boxes = run.head.decode(replace(run.predictions, codec=codec))
-        official = run.outputs["get_bboxes/nms_None/sample0/boxes"]
-        kept = boxes[0][boxes.valid[0]]
-        close(kept.centre[:, 2], official[:, 2], 2e-4)
 
 
 @pytest.mark.parametrize(("folder", "name"), stored("H_transfusion_decode*"))
