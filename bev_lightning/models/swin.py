@@ -50,7 +50,7 @@ class Swin(nn.Module):
         self.patch_embed = nn.Conv2d(3, width, 4, stride=4)
         self.patch_norm = nn.LayerNorm(width)
         num_stages = max(self.out_stages) + 1
-        rates = torch.linspace(0, drop_path, sum(depths)).tolist()
+        rates = [drop_path * i / max(sum(depths) - 1, 1) for i in range(sum(depths))]
         self.stages = nn.ModuleList()
         self.downsamples = nn.ModuleList()
         for stage in range(num_stages):
