@@ -47,7 +47,7 @@ def config_dir() -> Path:
 
 
 def quote_choices(argv: Sequence[str]) -> list[str]:
-    """``precision=16`` -> ``precision='16'``, also in lists and behind ``+``, ``++`` and ``@package``.
+    """``precision=16`` -> ``precision='16'``, also in lists, behind ``+`` or ``++`` and with ``@``.
 
     Hydra reads a bare number as an integer and refuses it as the name of a choice; only the groups
     whose choices are numbers are touched.
@@ -62,7 +62,7 @@ def quote_choices(argv: Sequence[str]) -> list[str]:
 
 
 def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = None) -> Job:
-    """Compose one run. A ``ckpt`` brings the words its model was trained with, ``overrides`` on top.
+    """Compose one run; a ``ckpt`` brings the words its model was trained with, below ``overrides``.
 
     Raises:
         InputError: one sentence for whatever Hydra refuses.
@@ -99,7 +99,9 @@ def compose_jobs(
         base = _compose(verb, first, extra_dir)
         if _mode(base) != "MULTIRUN":
             word = next(w for w, o in zip(words, parsed, strict=True) if o.is_sweep_override())
-            raise InputError(f"{word} gives several values; put -m in front of it to run one job for each")
+            raise InputError(
+                f"{word} gives several values; put -m in front of it to run one job for each"
+            )
     job = compose_job(verb, first, extra_dir)
     if not multirun and _mode(job.cfg) != "MULTIRUN":
         return False, [job]
@@ -137,7 +139,14 @@ def read_overrides(checkpoint: Path) -> list[str]:
             with archive.open(name) as stream:
                 content = _Skeleton(stream).load()
         return [str(word) for word in content["bev_lightning"]["overrides"]]
-    except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, TypeError, EOFError):
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        StopIteration,
+        KeyError,
+        TypeError,
+        EOFError,
+    ):
         return []
 
 
@@ -173,7 +182,9 @@ class _hydra:
 
     def __init__(self, extra_dir: str | None) -> None:
         if extra_dir is not None and not Path(extra_dir).is_dir():
-            raise InputError(f"--config-dir {extra_dir} does not exist; give a folder of YAML files")
+            raise InputError(
+                f"--config-dir {extra_dir} does not exist; give a folder of YAML files"
+            )
         self._context = initialize_config_dir(str(config_dir()), version_base=VERSION_BASE)
 
     def __enter__(self) -> None:
@@ -184,7 +195,9 @@ class _hydra:
 
 
 def _compose(verb: str, words: list[str], extra_dir: str | None) -> DictConfig:
-    extra = [] if extra_dir is None else [f"hydra.searchpath=['file://{Path(extra_dir).resolve()}']"]
+    extra = (
+        [] if extra_dir is None else [f"hydra.searchpath=['file://{Path(extra_dir).resolve()}']"]
+    )
     with _hydra(extra_dir):
         _parse(words)
         try:
@@ -200,8 +213,8 @@ def _parse(words: Sequence[str]) -> list[Any]:
     except OverrideParseException as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{error.override} cannot be read as KEY=VALUE ({reason}); put quotes round a value that "
-            "holds = , : or a space, as in KEY='\"a=b\"'"
+            f"{error.override} cannot be read as KEY=VALUE ({reason}); put quotes round a value "
+            "that holds = , : or a space, as in KEY='\"a=b\"'"
         ) from None
 
 
@@ -231,13 +244,19 @@ def _explain(error: Exception, verb: str, words: list[str]) -> str:
         except _REFUSALS:
             return plain
     keys = _flatten(known)
-    taken = [group for group in groups if OmegaConf.select(known, group) is not None or group in _optional(verb)]
+    taken = [
+        group
+        for group in groups
+        if OmegaConf.select(known, group) is not None or group in _optional(verb)
+    ]
     for word in words:
         key = _key(word)
         if word.startswith("+") or key.startswith("hydra") or key in taken or key in keys:
             continue
         meant = _similar(key, [*taken, *keys])
-        hint = f"did you mean {' or '.join(meant)}?" if meant else "--cfg job lists the keys there are"
+        hint = (
+            f"did you mean {' or '.join(meant)}?" if meant else "--cfg job lists the keys there are"
+        )
         return f"{word} names no key of {verb}; {hint}"
     return plain
 
@@ -245,7 +264,8 @@ def _explain(error: Exception, verb: str, words: list[str]) -> str:
 def _optional(verb: str) -> list[str]:
     """Groups in the verb's defaults list; choices may be null or write to other nodes."""
     groups: list[str] = []
-    for item in OmegaConf.load(config_dir() / f"{verb}.yaml").get("defaults", []):
+    content = OmegaConf.load(config_dir() / f"{verb}.yaml")
+    for item in content.get("defaults", []) if isinstance(content, DictConfig) else []:
         if isinstance(item, str):
             groups += _optional(item) if item != "_self_" else []
         else:
@@ -257,7 +277,7 @@ def _flatten(node: Any, prefix: str = "") -> list[str]:
     if not isinstance(node, DictConfig):
         return []
     keys = []
-    for key in node:
+    for key in map(str, node):
         name = f"{prefix}{key}"
         missing = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
         keys += [name] if missing else [name, *_flatten(node[key], name + ".")]

@@ -1,7 +1,7 @@
 """Makes a program of a verb: one configuration in, one run directory out.
 
-``load`` composes for tests and notebooks, ``entry`` for the command line. What is refused is refused
-in one sentence before Hydra makes a run directory.
+``load`` composes for tests and notebooks, ``entry`` for the command line. What is refused is
+refused in one sentence before Hydra makes a run directory.
 """
 
 import functools
@@ -22,6 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from bev_lightning import __version__
 from bev_lightning.accelerate.plan import Machine, detect_machine
 from bev_lightning.composition import (
     VERSION_BASE,
@@ -36,7 +37,7 @@ from bev_lightning.rules import check, check_machine, resolve
 
 __all__ = ["check", "check_machine", "config_dir", "entry", "load", "quote_choices", "resolve"]
 
-_PACKAGES = ("bev_lightning", "torch", "lightning", "hydra-core", "nvidia-dali-cuda130", "nuscenes-devkit", "numpy")
+_PACKAGES = ("torch", "lightning", "hydra-core", "nvidia-dali-cuda130", "nuscenes-devkit", "numpy")
 
 
 def load(verb: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -60,8 +61,8 @@ def entry(verb: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], Non
 
     ``main`` receives the resolved configuration, read-only; ``cfg.paths.run`` is the run directory,
     which already holds config.yaml, resolved.yaml and run.json. In a sweep each job is a process of
-    its own and the sweeper reads NDS from the job's score.json. InputError ends the program with one
-    sentence and exit code 2.
+    its own and the sweeper reads NDS from the job's score.json. InputError ends the program with
+    one sentence and exit code 2.
     """
 
     def decorate(main: Callable[[DictConfig], Any]) -> Callable[[], None]:
@@ -146,14 +147,19 @@ class _Program:
             return None
 
     def _run_job(self, run_dir: Path, words: list[str]) -> float:
-        """A job of a sweep in its own process: Lightning's DDP children repeat the command line they
-        find, and only a command line of a single run starts them on the same job."""
+        """A job of a sweep, in its own process.
+
+        Lightning's DDP children repeat the command line they find, and only the command line of a
+        single run starts them on the same job.
+        """
         spec = getattr(sys.modules[self.main.__module__], "__spec__", None)
         program = ["-m", spec.name] if spec is not None else [os.path.abspath(sys.argv[0])]
         flags = [flag for flag in self.flags if flag not in ("-m", "--multirun")]
         place = [f'hydra.run.dir="{run_dir}"', "hydra.mode=RUN"]
         start = time.perf_counter()
-        exit_code = subprocess.run([sys.executable, *program, *flags, *words, *place], check=False).returncode
+        exit_code = subprocess.run(
+            [sys.executable, *program, *flags, *words, *place], check=False
+        ).returncode
         nds = _read_nds(run_dir)
         self.rows.append(
             {
@@ -170,7 +176,7 @@ class _Program:
         """Say how it went; the last line names the run directory."""
         if _is_child():
             if self.failure is not None:
-                # Lightning ends the first process with the children, so that this may be all one sees.
+                # Lightning ends the first process with its children: this may be all one sees.
                 raise InputError(f"process {os.environ.get('LOCAL_RANK')}: {self.failure}")
             return
         if self.failure is not None:
@@ -179,10 +185,7 @@ class _Program:
             return
         if self.rows:
             self._close_sweep(self.results)
-        place = self.results
-        if place.is_relative_to(Path.cwd()):
-            place = place.relative_to(Path.cwd())
-        print(f"Results: {place}", flush=True)
+        print(f"Results: {_short(self.results)}", flush=True)
 
     def _close_sweep(self, sweep_dir: Path) -> None:
         _write_json(sweep_dir / "sweep.json", {"verb": self.verb, "jobs": self.rows})
@@ -192,10 +195,9 @@ class _Program:
             print(f"{row['dir']:>4}  NDS {nds}  {' '.join(row['overrides'])}{state}")
         failed = [row["dir"] for row in self.rows if row["exit_code"] != 0]
         if failed:
-            print(f"Results: {sweep_dir}", flush=True)
             raise InputError(
-                f"{len(failed)} of {len(self.rows)} jobs failed: {', '.join(failed)} in {sweep_dir}; their messages "
-                "stand above"
+                f"{len(failed)} of {len(self.rows)} jobs failed: {', '.join(failed)} in "
+                f"{_short(sweep_dir)}; their messages stand above"
             )
 
 
@@ -205,12 +207,21 @@ def _refuse(verb: str, error: InputError) -> NoReturn:
     sys.exit(2)
 
 
+def _short(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _is_child() -> bool:
     """True in every process of a distributed run but the first; it must not write or talk."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return any(
+        os.environ.get(name, "0") not in ("", "0")
+        for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    )
 
 
-def _describe(run_dir: Path, cfg: DictConfig, resolved: DictConfig, machine: Machine, words: list[str]) -> None:
+def _describe(
+    run_dir: Path, cfg: DictConfig, resolved: DictConfig, machine: Machine, words: list[str]
+) -> None:
     OmegaConf.save(cfg, run_dir / "config.yaml")
     OmegaConf.save(resolved, run_dir / "resolved.yaml")
     _write_json(
@@ -222,7 +233,8 @@ def _describe(run_dir: Path, cfg: DictConfig, resolved: DictConfig, machine: Mac
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "git": _git_revision(),
             "python": sys.version.split()[0],
-            "versions": {name: _version(name) for name in _PACKAGES},
+            "versions": {"bev_lightning": __version__}
+            | {name: _version(name) for name in _PACKAGES},
             "machine": machine.to_dict(),
         },
     )
@@ -235,8 +247,12 @@ def _git_revision() -> dict[str, Any] | None:
         return None
     try:
         git = ["git", "-C", str(root)]
-        revision = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        revision = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return {"revision": revision.stdout.strip(), "changed": bool(changed.stdout.strip())}

@@ -1,4 +1,4 @@
-"""What a configuration may mean, and what `auto` means on a machine. Every refusal says the mend."""
+"""What a configuration may mean, and what ``auto`` means on a machine; refusals say the mend."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +12,7 @@ from bev_lightning.composition import config_dir
 from bev_lightning.errors import InputError
 
 _PRECISIONS = ("auto", "32-true", "16-mixed", "bf16-mixed", "fp8")
+_EXAMPLE = "outputs/train/RUN/checkpoints/best.ckpt"
 # Key, type, smallest value; None stands for "not set" and is left alone.
 _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("seed", int, 0),
@@ -54,7 +55,9 @@ def check(cfg: DictConfig) -> None:
         try:
             rule(cfg)
         except OmegaConfBaseException as error:
-            raise InputError(f"the configuration does not resolve: {' '.join(str(error).split())}") from None
+            raise InputError(
+                f"the configuration does not resolve: {' '.join(str(error).split())}"
+            ) from None
 
 
 def check_machine(cfg: DictConfig, machine: Machine) -> None:
@@ -67,14 +70,16 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
     for key in ("ckpt", "init_from", "resume"):
         path = _get(cfg, key)
         if path is not None and not Path(str(path)).is_file():
-            raise InputError(f"{key}={path} does not exist; give a checkpoint file such as outputs/train/RUN/checkpoints/best.ckpt")
+            raise InputError(
+                f"{key}={path} does not exist; give a checkpoint file such as {_EXAMPLE}"
+            )
     root, version = _get(cfg, "data.root"), _get(cfg, "data.version")
     if root is None or _get(cfg, "data.synthetic") is not None:
         return
     if not Path(str(root)).is_dir():
         raise InputError(
-            f"data.root={root} does not exist; set data.root to the folder that holds {version}/ and "
-            "samples/, or use data=synthetic"
+            f"data.root={root} does not exist; set data.root to the folder that holds {version}/ "
+            "and samples/, or use data=synthetic"
         )
     if not (Path(str(root)) / str(version)).is_dir():
         found = sorted(path.name for path in Path(str(root)).glob("v*.*") if path.is_dir())
@@ -85,7 +90,7 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
 def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:
     """A new configuration without interpolations and without ``auto``; ``cfg`` stays as it was.
 
-    On a CPU precision ``auto`` is float32: bf16 and fp16 convolutions are tens of times slower there.
+    On a CPU precision ``auto`` is float32: bf16 and fp16 convolutions are tens of times slower.
 
     Args:
         cfg: composed, checked.
@@ -123,7 +128,9 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
         if hardware[key] == "auto":
             hardware[key] = getattr(machine, key) if on_cuda else None
     if hardware.devices == "auto":
-        hardware.devices = machine.num_cuda_devices if on_cuda and trainer.strategy != "single" else 1
+        hardware.devices = (
+            machine.num_cuda_devices if on_cuda and trainer.strategy != "single" else 1
+        )
     trainer.devices = hardware.devices
     if trainer.precision == "auto":
         bf16 = (hardware.capability or 0) >= 8.0
@@ -143,7 +150,9 @@ def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool, num_loca
     if plain.loader["_target_"] == "auto":
         choice = "dali" if on_cuda and _has_dali() else "torch"
         said = {key: value for key, value in plain.loader.items() if key != "_target_"}
-        plain.loader = OmegaConf.merge(OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), said)
+        plain.loader = OmegaConf.merge(
+            OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), said
+        )
     if plain.loader.num_workers == "auto":
         plain.loader.num_workers = choose_num_workers(machine.num_cpus, num_local, on_cuda)
     if plain.loader.pin_memory == "auto":
@@ -167,9 +176,13 @@ def _check_numbers(cfg: DictConfig) -> None:
         if value is None or value == "auto":
             continue
         word = "a whole number" if kind is int else "a number"
-        numeric = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        numeric = isinstance(value, int if kind is int else (int, float)) and not isinstance(
+            value, bool
+        )
         if not numeric or value < smallest:
-            raise InputError(f"{key}={value} must be {word} of at least {smallest:g}; set {key} anew")
+            raise InputError(
+                f"{key}={value} must be {word} of at least {smallest:g}; set {key} anew"
+            )
 
 
 def _check_axes(cfg: DictConfig) -> None:
@@ -185,24 +198,28 @@ def _check_axes(cfg: DictConfig) -> None:
         )
     if precision not in _PRECISIONS:
         raise InputError(
-            f"trainer.precision={precision} is unknown; use precision=auto, 32, 16 or bf16 (which set it)"
+            f"trainer.precision={precision} is unknown; use precision=auto, 32, 16 or bf16"
         )
     if precision == "fp8":
-        raise InputError("precision=fp8 is not available in this version; use precision=bf16 or precision=16")
+        raise InputError(
+            "precision=fp8 is not available in this version; use precision=bf16 or precision=16"
+        )
     if precision == "16-mixed" and accelerator == "cpu":
         raise InputError(
-            "precision=16 needs a CUDA device (on a CPU it would silently be bf16); use precision=32, "
-            "or precision=bf16 if slow is fine"
+            "precision=16 needs a CUDA device (on a CPU it would silently be bf16); use "
+            "precision=32, or precision=bf16 if slow is fine"
         )
     strategy = _get(cfg, "trainer.strategy")
     several = (isinstance(devices, int) and devices > 1) or (nodes or 1) > 1
     if strategy == "single" and several:
         raise InputError(
-            f"strategy=single is one process but hardware.devices={devices} on hardware.nodes={nodes} "
-            "asks for more; use strategy=ddp, or hardware.devices=1 hardware.nodes=1"
+            f"strategy=single is one process but hardware.devices={devices} on "
+            f"hardware.nodes={nodes} asks for more; use strategy=ddp, or hardware.devices=1 hardware.nodes=1"
         )
     if isinstance(strategy, str) and strategy not in ("auto", "single", "ddp"):
-        raise InputError(f"trainer.strategy={strategy} is unknown; use strategy=auto, single or ddp")
+        raise InputError(
+            f"trainer.strategy={strategy} is unknown; use strategy=auto, single or ddp"
+        )
 
 
 def _check_length(cfg: DictConfig) -> None:
@@ -211,8 +228,8 @@ def _check_length(cfg: DictConfig) -> None:
     steps, epochs = _get(cfg, "trainer.max_steps"), _get(cfg, "trainer.max_epochs")
     if (steps is None or steps <= 0) and (epochs is None or epochs <= 0):
         raise InputError(
-            f"trainer.max_steps={steps} and trainer.max_epochs={epochs} leave nothing to train; set one of "
-            "them to a positive number"
+            f"trainer.max_steps={steps} and trainer.max_epochs={epochs} leave nothing to train; set "
+            "one of them to a positive number"
         )
     lr = _get(cfg, "optim.lr")
     if not isinstance(lr, (int, float)) or lr <= 0:
@@ -224,7 +241,9 @@ def _check_data(cfg: DictConfig) -> None:
         return
     on_missing = _get(cfg, "data.on_missing")
     if on_missing not in ("error", "skip"):
-        raise InputError(f"data.on_missing={on_missing} is unknown; use data.on_missing=error or skip")
+        raise InputError(
+            f"data.on_missing={on_missing} is unknown; use data.on_missing=error or skip"
+        )
     classes = list(_get(cfg, "data.classes") or [])
     unknown = [str(name) for name in classes if name not in _CLASSES]
     if not classes or unknown or len(set(classes)) < len(classes):
@@ -232,11 +251,13 @@ def _check_data(cfg: DictConfig) -> None:
         raise InputError(f"data.classes {wrong}; name each once, out of {', '.join(_CLASSES)}")
     root, cache = _get(cfg, "data.root"), _get(cfg, "data.cache_dir")
     if root is None:
-        raise InputError("data.root is not set; give the folder of the data set, or use data=synthetic")
+        raise InputError(
+            "data.root is not set; give the folder of the data set, or use data=synthetic"
+        )
     if cache is not None and Path(str(cache)).resolve().is_relative_to(Path(str(root)).resolve()):
         raise InputError(
-            f"paths.cache={cache} lies inside data.root={root}, which is only read; set paths.cache to a "
-            "folder outside of it"
+            f"paths.cache={cache} lies inside data.root={root}, which is only read; set "
+            "paths.cache to a folder outside of it"
         )
 
 
@@ -244,16 +265,16 @@ def _check_checkpoints(cfg: DictConfig) -> None:
     verb = _get(cfg, "verb")
     if verb in ("evaluate", "predict"):
         if _get(cfg, "ckpt") is None:
-            raise InputError(
-                f"{verb} needs a checkpoint; give ckpt=FILE, for example outputs/train/RUN/checkpoints/best.ckpt"
-            )
+            raise InputError(f"{verb} needs a checkpoint; give ckpt=FILE, for example {_EXAMPLE}")
         for key in ("init_from", "resume"):
             if _get(cfg, key) is not None:
-                raise InputError(f"{key}={_get(cfg, key)} is for training; {verb} reads ckpt=FILE alone")
+                raise InputError(
+                    f"{key}={_get(cfg, key)} is for training; {verb} reads ckpt=FILE alone"
+                )
     elif _get(cfg, "init_from") is not None and _get(cfg, "resume") is not None:
         raise InputError(
-            "init_from and resume are both set; use resume=FILE to go on with a run, or init_from=FILE to "
-            "start a new one from its weights"
+            "init_from and resume are both set; use resume=FILE to go on with a run, or "
+            "init_from=FILE to start a new one from its weights"
         )
 
 
@@ -271,7 +292,8 @@ def _check_cards(cfg: DictConfig, machine: Machine) -> None:
     if machine.num_cuda_devices < devices:
         plural = "" if devices == 1 else "s"
         raise InputError(
-            f"{name} needs {devices} CUDA device{plural}, this machine has {machine.num_cuda_devices}; {mend}"
+            f"{name} needs {devices} CUDA device{plural}, this machine has "
+            f"{machine.num_cuda_devices}; {mend}"
         )
     capability, memory = _get(cfg, "hardware.capability"), _get(cfg, "hardware.memory_gib")
     if isinstance(capability, (int, float)) and (machine.capability or 0) < capability:

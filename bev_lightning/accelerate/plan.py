@@ -55,7 +55,8 @@ class Machine:
     def __str__(self) -> str:
         if self.num_cuda_devices == 0:
             return f"{self.num_cpus} CPU cores, no CUDA device"
-        return f"{self.num_cuda_devices} x {self.card} ({self.memory_gib:.0f} GiB), {self.num_cpus} CPU cores"
+        cards = f"{self.num_cuda_devices} x {self.card} ({self.memory_gib:.0f} GiB)"
+        return f"{cards}, {self.num_cpus} CPU cores"
 
 
 def detect_machine() -> Machine:
@@ -102,8 +103,8 @@ class BatchPlan:
 def choose_num_workers(num_cpus: int, num_local_processes: int, on_cuda: bool) -> int:
     """Loader processes for each training process of a node.
 
-    Beside a card the training process needs one core and the rest load; on a CPU the training itself
-    wants the cores, so that a quarter of them loads.
+    Beside a card the training process needs one core and the rest load; on a CPU the training
+    itself wants the cores, so that a quarter of them loads.
     """
     share = num_cpus / num_local_processes
     return max(1, min(8, int(share) - 1)) if on_cuda else max(1, min(4, int(share / 4)))
@@ -118,7 +119,11 @@ def _cuda_cards() -> list[tuple[str, float, float]]:
     except OSError:
         return []
     probe = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-I", "-S", "-c", _PROBE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     if probe.returncode != 0:
         return []
