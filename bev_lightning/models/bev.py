@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 class ConvFuser(nn.Sequential):
-    """Fuses the sensors' BEV maps: concatenation, 3x3 convolution, norm, ReLU (BEVFusion, sec. 3.3).
+    """Fuses the sensors' BEV maps: concatenation, 3x3 convolution, norm, ReLU (BEVFusion, sec.
+    3.3).
 
     Args:
         in_channels: channels of each sensor's map, in the order in which they are given.
@@ -97,7 +98,8 @@ class SECONDFPN(nn.Module):
     Args:
         in_channels: channels of each stage.
         out_channels: channels of each stage after it was brought to the common size.
-        upsample_strides: factor of each stage; 1/2 and the like take it down by a strided convolution.
+        upsample_strides: factor of each stage; 1/2 and the like take it down by a strided
+            convolution.
         conv_at_stride_one: a 1x1 convolution, as published, rather than a transposed one where the
             size stays (they differ in the layout of the weights).
         norm_eps, norm_momentum: of the batch norms; the published values.

@@ -26,8 +26,8 @@ _TRANSFUSION_NAMES = (
 def official_transfusion_keys(
     state: Mapping[str, Tensor], prefix: str = "heads.object."
 ) -> dict[str, Tensor]:
-    """Weights of MIT BEVFusion's TransFusionHead for our :class:`TransFusionHead`; other entries of the
-    state dict, not under the prefix, are left out."""
+    """Weights of MIT BEVFusion's TransFusionHead for our :class:`TransFusionHead`; other entries
+    of the state dict, not under the prefix, are left out."""
     converted: dict[str, Tensor] = {}
     for name, value in state.items():
         if not name.startswith(prefix):
@@ -62,9 +62,7 @@ def official_image_keys(
         bgr: the network was trained on BGR images (the caffe style of BEVFormer's ResNet-101); the
             first convolution's input channels are reversed, since our images are RGB.
     """
-    part = {
-        name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)
-    }
+    part = {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
     # GeneralizedLSSFPN has a batch norm behind every convolution, FPN has none.
     normed = any(re.match(r"lateral_convs\.\d+\.bn\.", name) for name in part)
     # Only the stages that Swin returns have a norm: norm1..norm3 are our norms.0..norms.2.
@@ -103,4 +101,26 @@ def official_lift_keys(
             value = value.transpose(-1, -2).contiguous()
         name = re.sub(r"^dtransform\.", "depth_encoder.", name)
         converted[re.sub(r"^depthnet\.", "depth_net.", name)] = value
+    return converted
+
+
+def official_lidar_keys(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Weights of MIT BEVFusion's SparseEncoder, ConvFuser, SECOND or SECONDFPN for ours, whose
+    names are the same.
+
+    Sparse weights ``(kx, ky, kz, Cin, Cout)`` become ``(kz, ky, kx, Cin, Cout)``.
+
+    Args:
+        prefix: what the names of the part begin with: ``encoders.lidar.backbone.``, ``fuser.``,
+            ``decoder.backbone.`` or ``decoder.neck.``; other entries are left out.
+    """
+    converted: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not name.startswith(prefix):
+            continue
+        if value.dim() == 5:
+            value = value.permute(2, 1, 0, 3, 4).contiguous()
+        elif value.dim() == 4:
+            value = value.transpose(-1, -2).contiguous()
+        converted[name[len(prefix) :]] = value
     return converted

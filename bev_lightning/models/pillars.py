@@ -1,4 +1,5 @@
-"""Pillars: a point cloud as a BEV map, without a limit on points per pillar. Shared by lidar and radar."""
+"""Pillars: a point cloud as a BEV map, without a limit on points per pillar. Shared by lidar and
+radar."""
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from bev_lightning.structures import BevGrid
 class RowNorm(nn.BatchNorm1d):
     """Batch norm over the rows of a point cloud ``(M, C)``, of which there may be none.
 
-    With fewer than two rows there is no variance to normalise by: the running statistics serve, as in
-    evaluation, so that a batch of empty clouds trains on. It converts to SyncBatchNorm like any other.
+    With fewer than two rows there is no variance to normalise by: the running statistics serve, as
+    in evaluation, so that a batch of empty clouds trains on. It converts to SyncBatchNorm like any
+    other.
     """
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -33,11 +35,12 @@ class RowNorm(nn.BatchNorm1d):
 
 class PillarEncoder(nn.Module):
     """Dynamic pillars (PointPillars, Lang et al. 2019, with the dynamic voxelisation of Zhou et al.
-    2020): each point sees its place in the grid, its offset from its pillar's centre and from the mean
-    of the pillar's points, and its features; one linear layer, norm and ReLU; maximum over the pillar.
+    2020): each point sees its place in the grid, its offset from its pillar's centre and from the
+    mean of the pillar's points, and its features; one linear layer, norm and ReLU; maximum over the
+    pillar.
 
-    Positions are divided by the range's half extent and offsets by the cell, so that the inputs of the
-    linear layer are of the order of one for any grid.
+    Positions are divided by the range's half extent and offsets by the cell, so that the inputs of
+    the linear layer are of the order of one for any grid.
 
     Args:
         grid: BEV grid of the result; points outside its range are dropped.

@@ -8,8 +8,8 @@ from bev_lightning.structures import BevGrid, Radar
 
 
 class RadarBranch(nn.Module):
-    """Radar returns to a BEV map by pillars: radar cross-section, compensated velocity, age and which
-    radar saw it.
+    """Radar returns to a BEV map by pillars: radar cross-section, compensated velocity, age and
+    which radar saw it.
 
     Args:
         grid: BEV grid of the result.

@@ -1,7 +1,7 @@
 """Pooling of rows into cells: the maximum, the sum and the mean of the points in each pillar.
 
-Each operator has one owner for each output and a fixed order of addition, so that the result does not
-depend on the number of threads or on the order in which a GPU runs its blocks.
+Each operator has one owner for each output and a fixed order of addition, so that the result does
+not depend on the number of threads or on the order in which a GPU runs its blocks.
 """
 
 from typing import Any
@@ -28,15 +28,15 @@ def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
 
 
 def scatter_sum(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
-    """Sum of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, added in
-    the order of the rows."""
+    """Sum of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, added
+    in the order of the rows."""
     total: Tensor = _scatter_sum(values, index, num_cells)
     return total
 
 
 def scatter_mean(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
-    """Mean of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, zero in
-    cells without rows."""
+    """Mean of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, zero
+    in cells without rows."""
     count = torch.bincount(index, minlength=num_cells).clamp(min=1)
     total: Tensor = _scatter_sum(values, index, num_cells)
     return total / count.unsqueeze(1).to(values.dtype)

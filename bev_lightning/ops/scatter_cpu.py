@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 def max_rows(
     values: NDArray[Any], index: NDArray[np.int64], num_cells: int
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Maximum of the rows ``(M, C)`` of each cell and the row it came from, both ``(num_cells, C)``;
-    0 and -1 in cells without rows."""
+    """Maximum of the rows ``(M, C)`` of each cell and the row it came from, both ``(num_cells,
+    C)``; 0 and -1 in cells without rows."""
     shape = (num_cells, values.shape[1])
     pooled = np.zeros(shape, values.dtype)
     winner = np.full(shape, -1, np.int64)

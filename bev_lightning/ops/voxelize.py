@@ -35,7 +35,8 @@ def assign_cells(features: Tensor, count: Tensor, range_m: Range, cell_m: Cell) 
     depth, height, width = grid_shape(range_m, cell_m)
     samples, rows = features.shape[:2]
     xyz = features[..., :3].float()
-    # A tensor as divisor: a GPU would multiply by the reciprocal of a number, which rounds otherwise.
+    # A tensor as divisor: a GPU would multiply by the reciprocal of a number, which rounds
+    # otherwise.
     cell = ((xyz - xyz.new_tensor(range_m[:3])) / xyz.new_tensor(cell_m)).floor_()
     inside = ((cell >= 0) & (cell < cell.new_tensor([width, height, depth]))).all(dim=-1)
     inside &= torch.arange(rows, device=features.device) < count.unsqueeze(1)
@@ -55,8 +56,8 @@ def voxelize_hard(
     """Hard voxelisation (VoxelNet, Zhou and Tuzel 2018), first come, first served.
 
     Voxels are numbered in the order of their first point. A voxel keeps its first ``max_points``
-    points. Once a sample has ``max_voxels`` voxels no new one is opened, but later points still enter
-    those that exist. CPU and GPU give the same voxels in the same order. No gradient.
+    points. Once a sample has ``max_voxels`` voxels no new one is opened, but later points still
+    enter those that exist. CPU and GPU give the same voxels in the same order. No gradient.
 
     Args:
         features: ``(B, P, F)`` points, x, y, z [m] first.
@@ -102,13 +103,14 @@ def _number_voxels(
         cells: ``(B, P)`` cells, -1 for points that are dropped.
 
     Returns:
-        ``(B * P,)`` number of the voxel (meaningless where the point is not kept), ``(B * P,)`` place
-        in it, -1 where the point is not kept, and ``(V,)`` row of each voxel's first point.
+        ``(B * P,)`` number of the voxel (meaningless where the point is not kept), ``(B * P,)``
+        place in it, -1 where the point is not kept, and ``(V,)`` row of each voxel's first point.
     """
     samples, rows = cells.shape
     flat = cells.flatten()
     order = (flat >= 0).nonzero().squeeze(1)
-    # Stable: the points of a cell keep their order, so the first of a run is the cell's first point.
+    # Stable: the points of a cell keep their order, so the first of a run is the cell's first
+    # point.
     sorted_cells, permutation = torch.sort(flat[order], stable=True)
     order = order[permutation]
     _, run, lengths = torch.unique_consecutive(

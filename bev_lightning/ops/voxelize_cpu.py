@@ -1,4 +1,5 @@
-"""CPU kernel of :mod:`bev_lightning.ops.voxelize`, compiled on first use; a GPU never imports it."""
+"""CPU kernel of :mod:`bev_lightning.ops.voxelize`, compiled on first use; a GPU never imports
+it."""
 
 import numpy as np
 from numba import njit
@@ -10,7 +11,8 @@ Integers = NDArray[np.int64]
 def number_voxels(
     cells: Integers, max_points: int, max_voxels: int
 ) -> tuple[Integers, Integers, Integers]:
-    """One pass over the points with a hash table of the cells seen; see ``voxelize._number_voxels``."""
+    """One pass over the points with a hash table of the cells seen; see
+    ``voxelize._number_voxels``."""
     num_points = cells.size
     voxel = np.full(num_points, -1, np.int64)
     slot = np.full(num_points, -1, np.int64)
@@ -22,7 +24,9 @@ def number_voxels(
 
 
 @njit(cache=True, nogil=True)
-def _number_voxels(cells, max_points, max_voxels, voxel, slot, first, table):  # type: ignore[no-untyped-def]
+def _number_voxels(  # type: ignore[no-untyped-def]
+    cells, max_points, max_voxels, voxel, slot, first, table
+):
     mask = np.uint64(len(table) - 1)
     filled = np.zeros(len(first), np.int64)
     flat = cells.ravel()

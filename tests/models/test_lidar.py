@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bev_lightning.models.lidar import LidarPillarBranch
+from bev_lightning.models.lidar import LidarPillarBranch, LidarVoxelBranch, MeanVoxels
+from bev_lightning.models.sparse_encoder import SparseEncoder
 from bev_lightning.structures import BevGrid, Points
 
 GRID = BevGrid((-4.0, -2.0, -3.0, 4.0, 2.0, 1.0), (0.5, 0.5))
@@ -92,3 +93,42 @@ def test_pillars_same_at_any_number_of_threads():
         results.append((bev.detach(), branch.pillars.linear.weight.grad.clone()))
     torch.set_num_threads(before)
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def _voxel_branch() -> LidarVoxelBranch:
+    torch.manual_seed(0)
+    voxels = MeanVoxels((-4.0, -2.0, -3.0, 4.0, 2.0, 1.0), (0.25, 0.25, 0.4), 3, (12, 500))
+    encoder = SparseEncoder(5, (11, 16, 32), 4, ((4, 6), (6,)), ((1, 1, 1),), 7)
+    return LidarVoxelBranch(voxels, encoder)
+
+
+def test_mean_voxels_average_kept_points_and_cap_by_mode():
+    voxels = _voxel_branch().voxels
+    points = _points(4, longest=4)
+    points.features[0, :, :3] = torch.tensor([0.1, 0.1, 0.1])
+    points.features[0, :, 3] = torch.tensor([2.0, 3.0, 7.0, 100.0])
+    features, coords = voxels(points)
+    assert coords.tolist() == [[0, 7, 8, 16]]
+    assert features[0, 3].item() == 4.0  # the fourth point finds the voxel full
+    crowd = _points(60, 60)
+    assert [len(voxels.train(mode)(crowd)[1]) > 24 for mode in (True, False)] == [False, True]
+
+
+@pytest.mark.parametrize("counts", [(0, 0), (0, 30), (50, 60)])
+def test_voxel_branch_trains(counts):
+    branch = _voxel_branch().train()
+    bev = branch(_points(*counts))
+    bev.sum().backward()
+    assert bev.shape == (2, branch.out_channels, 8, 16)
+    assert torch.isfinite(bev).all()
+    assert all(torch.isfinite(p.grad).all() for p in branch.parameters())
+
+
+def test_voxel_branch_places_points():
+    branch = _voxel_branch().eval()
+    points = _points(1, longest=1)
+    points.features[0, 0] = torch.tensor([3.1, -1.3, -0.5, 90.0, 0.0])
+    rows, columns = branch(points)[0].abs().sum(0).nonzero().unbind(1)
+    # A voxel at row 2, column 28 reaches the map of half the size through a kernel of 3.
+    assert set(rows.tolist()) <= {1, 2} and set(columns.tolist()) <= {14, 15}
+    assert len(rows) > 0

@@ -1,0 +1,234 @@
+"""Sparse 3-D encoder of BEVFusion's lidar branch: voxels to a BEV map (SECOND, Yan et al. 2018).
+
+Module and parameter names are those of MIT BEVFusion. Weights are ``(kz, ky, kx, Cin, Cout)``; its
+checkpoints hold ``(kx, ky, kz, Cin, Cout)``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bev_lightning.models.pillars import RowNorm
+from bev_lightning.ops.sparse_conv import (
+    Rulebook,
+    Size3,
+    build_strided_rulebook,
+    build_submanifold_rulebook,
+    sparse_conv,
+)
+
+# The convolution that ends the encoder takes the height down once more.
+_OUT_KERNEL, _OUT_STRIDE, _OUT_PADDING = (3, 1, 1), (2, 1, 1), (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Where a stage's voxels are, and who meets whom.
+
+    Attributes:
+        submanifold: rulebook of all submanifold convolutions of the stage.
+        downsample: rulebook of the strided convolution that ends the stage; None in the last one.
+        coords: ``(V, 4)`` sample, z, y, x of the voxels that leave the stage.
+        shape: extent of their grid along z, y, x.
+    """
+
+    submanifold: Rulebook
+    downsample: Rulebook | None
+    coords: Tensor
+    shape: Size3
+
+
+@dataclass(frozen=True)
+class EncoderPlan:
+    """All that depends on the voxels' coordinates alone, built once per batch.
+
+    Attributes:
+        stages: one plan a stage.
+        output: rulebook of the last convolution.
+        coords: ``(V, 4)`` sample, z, y, x of the encoder's last voxels.
+        shape: extent of their grid along z, y, x.
+        batch_size: B.
+    """
+
+    stages: tuple[StagePlan, ...]
+    output: Rulebook
+    coords: Tensor
+    shape: Size3
+    batch_size: int
+
+
+class SparseConv3d(nn.Module):
+    """Sparse convolution without bias; submanifold or strided as the rulebook says."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: Size3 = (3, 3, 3)) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*kernel, in_channels, out_channels))
+        # Kaiming's uniform bound of torch's dense convolutions, sqrt(1 / fan in).
+        bound = (kernel[0] * kernel[1] * kernel[2] * in_channels) ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, features: Tensor, rulebook: Rulebook) -> Tensor:
+        """``(V, in_channels)`` to ``(rulebook.num_outputs, out_channels)``."""
+        return sparse_conv(features, self.weight, rulebook)
+
+
+class SparseConvBlock(nn.Sequential):
+    """Convolution, norm, ReLU."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: Size3 = (3, 3, 3)) -> None:
+        super().__init__(
+            SparseConv3d(in_channels, out_channels, kernel),
+            RowNorm(out_channels, eps=1e-3, momentum=0.01),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(  # type: ignore[override]
+        self, features: Tensor, rulebook: Rulebook
+    ) -> Tensor:
+        conv, norm, relu = self
+        result: Tensor = relu(norm(conv(features, rulebook)))
+        return result
+
+
+class SparseBasicBlock(nn.Module):
+    """Residual block of two submanifold convolutions."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = SparseConv3d(channels, channels)
+        self.bn1 = RowNorm(channels, eps=1e-3, momentum=0.01)
+        self.conv2 = SparseConv3d(channels, channels)
+        self.bn2 = RowNorm(channels, eps=1e-3, momentum=0.01)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, features: Tensor, rulebook: Rulebook) -> Tensor:
+        hidden = self.relu(self.bn1(self.conv1(features, rulebook)))
+        result: Tensor = self.relu(self.bn2(self.conv2(hidden, rulebook)) + features)
+        return result
+
+
+class SparseStage(nn.Sequential):
+    """Residual blocks, and a strided convolution where ``down_channels`` is given."""
+
+    def __init__(self, channels: Sequence[int], down_channels: int | None) -> None:
+        blocks: list[nn.Module] = [SparseBasicBlock(width) for width in channels]
+        if down_channels is not None:
+            blocks.append(SparseConvBlock(channels[-1], down_channels))
+        super().__init__(*blocks)
+
+    def forward(  # type: ignore[override]
+        self, features: Tensor, plan: StagePlan
+    ) -> Tensor:
+        for block in self:
+            if isinstance(block, SparseConvBlock):
+                assert plan.downsample is not None
+                features = block(features, plan.downsample)
+            else:
+                features = block(features, plan.submanifold)
+        return features
+
+
+class SparseEncoder(nn.Module):
+    """Submanifold residual stages, each but the last closed by a convolution of stride 2; then one
+    of stride 2 along z alone, and the height folded into the channels.
+
+    The defaults are the published ones: 1440 x 1440 x 41 voxels to a map of 180 x 180.
+
+    Args:
+        in_channels: features of a voxel.
+        shape: extent of the voxel grid along z, y, x; published with one layer more along z than
+            the voxeliser's grid.
+        base_channels: channels of the first convolution.
+        stage_channels: per stage the channels of its residual blocks; in each stage but the last
+            the final entry is the strided convolution's instead.
+        down_paddings: per stage but the last, the padding of its strided convolution along z, y, x.
+        out_channels: channels of the last convolution.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 5,
+        shape: Size3 = (41, 1440, 1440),
+        base_channels: int = 16,
+        stage_channels: Sequence[Sequence[int]] = (
+            (16, 16, 32),
+            (32, 32, 64),
+            (64, 64, 128),
+            (128, 128),
+        ),
+        down_paddings: Sequence[Sequence[int]] = ((1, 1, 1), (1, 1, 1), (0, 1, 1)),
+        out_channels: int = 128,
+    ) -> None:
+        super().__init__()
+        if len(down_paddings) != len(stage_channels) - 1:
+            raise ValueError(
+                f"SparseEncoder takes one padding for each of its {len(stage_channels) - 1} "
+                f"strided convolutions, got {len(down_paddings)}"
+            )
+        depth, height, width = shape
+        self.shape: Size3 = (depth, height, width)
+        self.down_paddings: tuple[Size3, ...] = tuple((z, y, x) for z, y, x in down_paddings)
+        self.conv_input = SparseConvBlock(in_channels, base_channels)
+        self.encoder_layers = nn.ModuleDict()
+        width_in = base_channels
+        for number, channels in enumerate(stage_channels, start=1):
+            last = number == len(stage_channels)
+            blocks = channels if last else channels[:-1]
+            if any(width != width_in for width in blocks):
+                raise ValueError(
+                    f"stage {number} receives {width_in} channels, which its residual blocks keep, "
+                    f"got {tuple(channels)}"
+                )
+            stage = SparseStage(blocks, None if last else channels[-1])
+            self.encoder_layers[f"encoder_layer{number}"] = stage
+            width_in = channels[-1]
+        self.conv_out = SparseConvBlock(width_in, out_channels, _OUT_KERNEL)
+        layers, rows, columns = self.shape
+        for pad_z, pad_y, pad_x in self.down_paddings:
+            layers = (layers + 2 * pad_z - 3) // 2 + 1
+            rows = (rows + 2 * pad_y - 3) // 2 + 1
+            columns = (columns + 2 * pad_x - 3) // 2 + 1
+        layers = (layers - _OUT_KERNEL[0]) // _OUT_STRIDE[0] + 1
+        if layers < 1:
+            raise ValueError(f"SparseEncoder: a grid of {depth} layers is too low for its strides")
+        self.out_shape: Size3 = (layers, rows, columns)
+        self.out_channels = out_channels * layers
+
+    @torch.no_grad()
+    def plan(self, coords: Tensor, batch_size: int) -> EncoderPlan:
+        """Build the rulebooks for voxels at ``coords`` ``(V, 4)`` sample, z, y, x."""
+        shape = self.shape
+        stages = []
+        for padding in (*self.down_paddings, None):
+            submanifold = build_submanifold_rulebook(coords, shape, (3, 3, 3))
+            downsample = None
+            if padding is not None:
+                downsample, coords, shape = build_strided_rulebook(
+                    coords, shape, (3, 3, 3), (2, 2, 2), padding
+                )
+            stages.append(StagePlan(submanifold, downsample, coords, shape))
+        output, coords, shape = build_strided_rulebook(
+            coords, shape, _OUT_KERNEL, _OUT_STRIDE, _OUT_PADDING
+        )
+        return EncoderPlan(tuple(stages), output, coords, shape, batch_size)
+
+    def forward(self, features: Tensor, plan: EncoderPlan) -> Tensor:
+        """Encode voxels.
+
+        Args:
+            features: ``(V, in_channels)`` in the order of the plan's first coordinates.
+            plan: from :meth:`plan`.
+
+        Returns:
+            ``(B, out_channels, Y, X)``; channel ``c * Z + z`` is channel c at the height z.
+        """
+        # The first convolution shares the rulebook of the first stage.
+        features = self.conv_input(features, plan.stages[0].submanifold)
+        for stage, stage_plan in zip(self.encoder_layers.values(), plan.stages, strict=True):
+            features = stage(features, stage_plan)
+        features = self.conv_out(features, plan.output)
+        dense = features.new_zeros(plan.batch_size, *plan.shape, features.shape[1])
+        dense = dense.index_put(tuple(plan.coords.unbind(1)), features)
+        return dense.permute(0, 4, 1, 2, 3).flatten(1, 2)
