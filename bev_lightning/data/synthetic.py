@@ -1,7 +1,7 @@
-"""A synthetic nuScenes: a tree on disk that the devkit, the index and the evaluator take for a real one.
+"""A synthetic nuScenes on disk, which the devkit, the index and the evaluator take for a real one.
 
-Nothing in it is looked up by the rest of the package: what reads nuScenes reads this. Scenes bear names
-of the official splits, so that the official evaluator scores them.
+Nothing in it is looked up by the rest of the package: what reads nuScenes reads this. Scenes bear
+names of the official splits, so that the official evaluator scores them.
 """
 
 import contextlib
@@ -20,7 +20,13 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from bev_lightning.data.synthetic_rig import Array
-from bev_lightning.data.synthetic_tables import TABLES, Row, fixed_tables, make_token, official_scenes
+from bev_lightning.data.synthetic_tables import (
+    TABLES,
+    Row,
+    fixed_tables,
+    make_token,
+    official_scenes,
+)
 from bev_lightning.data.synthetic_writer import SceneJob, SceneRows, make_folders, write_scene
 from bev_lightning.errors import InputError
 
@@ -63,15 +69,20 @@ class SyntheticSpec:
     def __post_init__(self) -> None:
         if self.version not in ("v1.0-trainval", "v1.0-mini"):
             raise InputError(
-                f"synthetic data cannot be of version {self.version!r}: use v1.0-trainval or v1.0-mini"
+                f"synthetic data has no version {self.version!r}: use v1.0-trainval or v1.0-mini"
             )
         height, width = self.image_size  # a list from a config becomes the tuple it stands for
         object.__setattr__(self, "image_size", (int(height), int(width)))
         train, val = official_scenes(self.version)
         ranges = {
-            "num_train_scenes": (0, len(train)), "num_val_scenes": (0, len(val)),
-            "frames_per_scene": (1, 200), "seed": (0, 2**31), "num_beams": (1, 256),
-            "num_azimuths": (4, 8192), "sweeps_per_frame": (0, 9), "objects_per_scene": (10, 200),
+            "num_train_scenes": (0, len(train)),
+            "num_val_scenes": (0, len(val)),
+            "frames_per_scene": (1, 200),
+            "seed": (0, 2**31),
+            "num_beams": (1, 256),
+            "num_azimuths": (4, 8192),
+            "sweeps_per_frame": (0, 9),
+            "objects_per_scene": (10, 200),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -93,8 +104,9 @@ class SyntheticSpec:
 def generate(root: Path, spec: SyntheticSpec, num_workers: int = 0) -> None:
     """Make the data set at ``root``, or return at once where it stands already.
 
-    It is made beside ``root`` and moved there when it is whole, so a run that is killed leaves nothing
-    that could be taken for one. Processes that ask for the same data set wait for the first.
+    It is made beside ``root`` and moved there when it is whole, so a run that is killed leaves
+    nothing that could be taken for one. Processes that ask for the same data set wait for the
+    first.
 
     Args:
         root: folder of the data set. One made of another spec is made anew (a warning says so).
@@ -141,7 +153,7 @@ def _stands(root: Path, spec: SyntheticSpec) -> bool:
         if root.is_dir() and not any(root.iterdir()):
             return False
         raise InputError(
-            f"{root} was not made by the synthetic generator (it has no {MARKER}) and is left as it is: "
+            f"{root} was not made by the synthetic generator (it has no {MARKER}), so it is kept: "
             "choose another paths.data, or data=nuscenes for real data"
         )
     try:
@@ -161,8 +173,17 @@ def _only_one(path: Path) -> Iterator[None]:
 
 def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
     jobs = [
-        SceneJob(root, name, spec.seed, spec.frames_per_scene, spec.objects_per_scene, spec.image_size,
-                 spec.num_beams, spec.num_azimuths, spec.sweeps_per_frame)
+        SceneJob(
+            root,
+            name,
+            spec.seed,
+            spec.frames_per_scene,
+            spec.objects_per_scene,
+            spec.image_size,
+            spec.num_beams,
+            spec.num_azimuths,
+            spec.sweeps_per_frame,
+        )
         for name in spec.scenes
     ]
     tables: dict[str, list[Row]] = {name: [] for name in TABLES} | fixed_tables()
@@ -176,10 +197,14 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
             bar.update(spec.frames_per_scene)
     mask = make_token("map", spec.seed, spec.version)
     _write_mask(root / "maps" / f"{mask}.png", roads)
-    tables["map"] = [{
-        "token": mask, "category": "semantic_prior", "filename": f"maps/{mask}.png",
-        "log_tokens": [row["token"] for row in tables["log"]],
-    }]
+    tables["map"] = [
+        {
+            "token": mask,
+            "category": "semantic_prior",
+            "filename": f"maps/{mask}.png",
+            "log_tokens": [row["token"] for row in tables["log"]],
+        }
+    ]
     (root / spec.version).mkdir()
     for name, rows in tables.items():
         (root / spec.version / f"{name}.json").write_text(json.dumps(rows))
@@ -207,7 +232,8 @@ def _write_mask(path: Path, roads: list[tuple[Array, Array]]) -> None:
     draw = ImageDraw.Draw(image)
     for left, right in roads:
         edges = [
-            [(float(x) / _MASK_CELL_M, side - float(y) / _MASK_CELL_M) for x, y in edge] for edge in (left, right)
+            [(float(x) / _MASK_CELL_M, side - float(y) / _MASK_CELL_M) for x, y in edge]
+            for edge in (left, right)
         ]
         for i in range(len(edges[0]) - 1):
             quad = [edges[0][i], edges[0][i + 1], edges[1][i + 1], edges[1][i]]

@@ -1,21 +1,39 @@
-"""Five automotive radars: a horizontal fan of rays finds what reflects, Doppler gives its radial speed.
+"""Five automotive radars: a level fan of rays finds what reflects, Doppler gives its radial speed.
 
-The file layout is that of nuScenes: an ASCII PCD header, then one packed record of 18 fields a return.
+The files are as in nuScenes: an ASCII PCD header, then a packed record of 18 fields a return.
 """
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bev_lightning.data.synthetic_rays import cast_fan
 from bev_lightning.data.synthetic_rig import Array
 from bev_lightning.data.synthetic_scene import Scene
-from bev_lightning.data.synthetic_sensors import cast_fan
 
-RETURN = np.dtype([
-    ("x", "<f4"), ("y", "<f4"), ("z", "<f4"), ("dyn_prop", "i1"), ("id", "<i2"), ("rcs", "<f4"),
-    ("vx", "<f4"), ("vy", "<f4"), ("vx_comp", "<f4"), ("vy_comp", "<f4"), ("is_quality_valid", "i1"),
-    ("ambig_state", "i1"), ("x_rms", "i1"), ("y_rms", "i1"), ("invalid_state", "i1"), ("pdh0", "i1"),
-    ("vx_rms", "i1"), ("vy_rms", "i1"),
-])
+RETURN = np.dtype(
+    [
+        ("x", "<f4"),
+        ("y", "<f4"),
+        ("z", "<f4"),
+        ("dyn_prop", "i1"),
+        ("id", "<i2"),
+        ("rcs", "<f4"),
+        ("vx", "<f4"),
+        ("vy", "<f4"),
+        ("vx_comp", "<f4"),
+        ("vy_comp", "<f4"),
+        ("is_quality_valid", "i1"),
+        ("ambig_state", "i1"),
+        ("x_rms", "i1"),
+        ("y_rms", "i1"),
+        ("invalid_state", "i1"),
+        ("pdh0", "i1"),
+        ("vx_rms", "i1"),
+        ("vy_rms", "i1"),
+    ]
+)
 _HALF_FAN = np.deg2rad(60.0)
 _FAN_STEP = np.deg2rad(0.5)
 _REACH_M = 100.0
@@ -32,16 +50,26 @@ def scan_radar(
 
     Returns:
         ``(P,)`` records of RETURN in the radar frame: x ahead, y left, z = 0 (it measures no
-        elevation) [m]; ``vx, vy`` the radial velocity relative to the sensor and ``vx_comp, vy_comp``
-        the radial velocity over ground [m/s], both as vectors along the ray.
+        elevation) [m]; ``vx, vy`` the radial velocity relative to the sensor and ``vx_comp,
+        vy_comp`` the radial velocity over ground [m/s], both as vectors along the ray.
     """
     pose = scene.ego_pose(time_s) @ ego_from_radar
     num = int(round(2 * _HALF_FAN / _FAN_STEP)) + 1
     azimuth = np.array([-_HALF_FAN, _FAN_STEP, num])
     objects = scene.object_poses(time_s)
     distance, _, _, hit = cast_fan(
-        pose, np.zeros(1), azimuth, False, objects, scene.hulls, scene.parts, scene.first_part,
-        scene.look.ground, scene.look.corner, np.zeros(5), _REACH_M,
+        pose,
+        np.zeros(1),
+        azimuth,
+        False,
+        objects,
+        scene.hulls,
+        scene.parts,
+        scene.first_part,
+        scene.look.ground,
+        scene.look.corner,
+        np.zeros(5),
+        _REACH_M,
     )
     distance, hit = distance[:, 0], hit[:, 0]
     angles = -_HALF_FAN + _FAN_STEP * np.arange(num)
@@ -61,7 +89,12 @@ def scan_radar(
 
 
 def _measure(
-    scene: Scene, pose: Array, time_s: float, target: NDArray[np.int64], distance: Array, angles: Array,
+    scene: Scene,
+    pose: Array,
+    time_s: float,
+    target: NDArray[np.integer[Any]],
+    distance: Array,
+    angles: Array,
     rng: np.random.Generator,
 ) -> NDArray[np.void]:
     num = len(target)
@@ -89,7 +122,9 @@ def _measure(
     points["vx"], points["vy"] = relative * cos, relative * sin
     points["vx_comp"], points["vy_comp"] = radial * cos, radial * sin
     rcs = np.array([kind.rcs for kind in scene.kinds])
-    points["rcs"] = np.round(2 * (np.where(target >= 0, rcs[target], -4.0) + rng.normal(0, 3.5, num))) / 2
+    points["rcs"] = (
+        np.round(2 * (np.where(target >= 0, rcs[target], -4.0) + rng.normal(0, 3.5, num))) / 2
+    )
     speed = np.hypot(velocity[:, 0], velocity[:, 1])
     crossing = (speed > 0.5) & (np.abs(radial) < 0.5 * speed)
     still = np.where(rng.random(num) < 0.8, _STATIONARY, _CANDIDATE)
@@ -100,7 +135,8 @@ def _measure(
     points["ambig_state"] = np.where(rng.random(num) < 0.95, 3, 4)
     states = np.array([0, 4, 8, 11, 1, 17], np.int8)  # 1: too weak an echo, which readers drop
     points["invalid_state"] = np.where(
-        target >= 0, rng.choice(states, num, p=[0.88, 0.04, 0.03, 0.02, 0.01, 0.02]),
+        target >= 0,
+        rng.choice(states, num, p=[0.88, 0.04, 0.03, 0.02, 0.01, 0.02]),
         rng.choice(states, num, p=[0.6, 0.1, 0.05, 0.05, 0.1, 0.1]),
     )
     points["pdh0"] = np.where(target >= 0, 1, rng.integers(1, 4, num))
@@ -112,8 +148,8 @@ def _measure(
 def pack_returns(points: NDArray[np.void]) -> bytes:
     """The bytes of a nuScenes radar file.
 
-    A file without returns holds one NaN record, as the format has it; one byte more than the records
-    ends the file because the devkit's reader insists on it.
+    A file without returns holds one NaN record, as the format has it; one byte more than the
+    records ends the file because the devkit's reader insists on it.
     """
     if len(points) == 0:
         points = np.zeros(1, RETURN)

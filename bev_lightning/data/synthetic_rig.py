@@ -1,7 +1,7 @@
-"""The rig of the synthetic vehicles: six cameras, one lidar, five radars, placed as on nuScenes cars.
+"""The rig of the synthetic vehicles: six cameras, one lidar, five radars, as on nuScenes cars.
 
-Frames: ego x ahead, y left, z up, on the ground below the rear axle; camera x right, y down, z along the
-optical axis; LIDAR_TOP x right, y ahead, z up; radar x ahead of the sensor, y left, z up.
+Frames: ego x ahead, y left, z up, on the ground below the rear axle; camera x right, y down, z
+along the optical axis; LIDAR_TOP x right, y ahead, z up; radar x ahead of the sensor, y left, z up.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# yaw [deg], x, y, z in the ego frame [m], focal length and principal point [px of 1600 x 900], trigger
-# time relative to the lidar [s]: a camera fires when the turning lidar looks along it.
+# yaw [deg], x, y, z in the ego frame [m], focal length and principal point [px of 1600 x 900],
+# trigger time relative to the lidar [s]: a camera fires when the turning lidar looks along it.
 _CAMERAS = {
     "CAM_FRONT": (0.0, 1.71, 0.01, 1.50, 1262.0, 818.0, 486.0, -0.0355),
     "CAM_FRONT_RIGHT": (-55.6, 1.56, -0.49, 1.50, 1258.0, 812.0, 478.0, -0.0276),
@@ -69,10 +69,16 @@ def transform(rotation: Array, translation: Array) -> Array:
 
 
 def quaternion_from_rotation(rotation: Array) -> list[float]:
-    """w, x, y, z of a rotation ``(3, 3)``; the largest component decides, so that nothing cancels."""
+    """w, x, y, z of a rotation ``(3, 3)``, from its largest component, so that nothing cancels."""
     m = rotation
-    squares = np.array([1 + m[0, 0] + m[1, 1] + m[2, 2], 1 + m[0, 0] - m[1, 1] - m[2, 2],
-                        1 - m[0, 0] + m[1, 1] - m[2, 2], 1 - m[0, 0] - m[1, 1] + m[2, 2]])
+    squares = np.array(
+        [
+            1 + m[0, 0] + m[1, 1] + m[2, 2],
+            1 + m[0, 0] - m[1, 1] - m[2, 2],
+            1 - m[0, 0] + m[1, 1] - m[2, 2],
+            1 - m[0, 0] - m[1, 1] + m[2, 2],
+        ]
+    )
     largest = int(squares.argmax())
     q = {
         0: [squares[0], m[2, 1] - m[1, 2], m[0, 2] - m[2, 0], m[1, 0] - m[0, 1]],
@@ -102,9 +108,13 @@ def build_rig(vehicle: str, image_size: tuple[int, int], seed: int) -> dict[str,
         sx, sy = width / 1600, height / 900
         focal *= 1 + rng.normal(0, 0.004)
         cx, cy = cx + rng.normal(0, 4), cy + rng.normal(0, 4)
-        intrinsic = np.array([
-            [focal * sx, 0.0, (cx + 0.5) * sx - 0.5], [0.0, focal * sy, (cy + 0.5) * sy - 0.5], [0.0, 0.0, 1.0],
-        ])
+        intrinsic = np.array(
+            [
+                [focal * sx, 0.0, (cx + 0.5) * sx - 0.5],
+                [0.0, focal * sy, (cy + 0.5) * sy - 0.5],
+                [0.0, 0.0, 1.0],
+            ]
+        )
         place = np.array([x, y, z]) + rng.normal(0, 0.01, 3)
         rig[channel] = Mount(transform(rotation, place), intrinsic, delay)
     roll, pitch, turn = rng.normal(0, np.deg2rad(0.5), 3)

@@ -9,14 +9,31 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from bev_lightning.data.synthetic_camera import render_camera
+from bev_lightning.data.synthetic_lidar import scan_lidar
+from bev_lightning.data.synthetic_placement import build_scene
 from bev_lightning.data.synthetic_radar import pack_returns, scan_radar
+from bev_lightning.data.synthetic_rays import count_inside
 from bev_lightning.data.synthetic_rig import (
-    CAMERAS, CHANNELS, LIDAR, RADARS, Array, Mount, build_rig, modality_of, quaternion_from_rotation,
+    CAMERAS,
+    CHANNELS,
+    LIDAR,
+    RADARS,
+    Array,
+    Mount,
+    build_rig,
+    modality_of,
+    quaternion_from_rotation,
     rotation_from_euler,
 )
-from bev_lightning.data.synthetic_scene import Scene, build_scene
-from bev_lightning.data.synthetic_sensors import count_inside, render_camera, scan_lidar
-from bev_lightning.data.synthetic_tables import LOCATION, Row, make_token, vehicle_of, visibility_token
+from bev_lightning.data.synthetic_scene import Scene
+from bev_lightning.data.synthetic_tables import (
+    LOCATION,
+    Row,
+    make_token,
+    vehicle_of,
+    visibility_token,
+)
 
 KEY_FRAME_US = 500_000
 ANNOTATED_M = 60.0  # objects beyond this distance from the ego bear no annotation
@@ -50,7 +67,7 @@ class SceneRows:
 
 
 def write_scene(job: SceneJob) -> SceneRows:
-    """Make one scene under ``job.root``. What it is depends on the seed and the scene's name alone."""
+    """Make one scene under ``job.root``; its content follows from the seed and its name alone."""
     return _SceneWriter(job).write()
 
 
@@ -67,7 +84,9 @@ class _SceneWriter:
         self.rng = np.random.default_rng([job.seed, self.number])
         self.scene: Scene = build_scene(self.rng, job.num_frames, job.num_objects)
         self.start_us = _EPOCH_US + _SCENE_US * self.number
-        self.log = f"{self.vehicle}-2018-06-26-{self.number // 60:02d}-{self.number % 60:02d}-00+0000"
+        self.log = (
+            f"{self.vehicle}-2018-06-26-{self.number // 60:02d}-{self.number % 60:02d}-00+0000"
+        )
         self.chains: dict[str, list[Row]] = {channel: [] for channel in CHANNELS}
         num = len(self.scene.sizes)
         self.pixels = np.zeros((2, num), np.int64)  # seen, and coverable, in this key frame
@@ -94,28 +113,54 @@ class _SceneWriter:
         instances = []
         for n, chain in sorted(annotations.items()):
             _link(chain)
-            instances.append({
-                "token": self.token("instance", n), "category_token": make_token("category", scene.categories[n]),
-                "nbr_annotations": len(chain), "first_annotation_token": chain[0]["token"],
-                "last_annotation_token": chain[-1]["token"],
-            })
+            instances.append(
+                {
+                    "token": self.token("instance", n),
+                    "category_token": make_token("category", scene.categories[n]),
+                    "nbr_annotations": len(chain),
+                    "first_annotation_token": chain[0]["token"],
+                    "last_annotation_token": chain[-1]["token"],
+                }
+            )
         for chain in self.chains.values():
             _link(chain)
         sample_rows: list[Row] = [
-            {"token": token, "timestamp": self.start_us + k * KEY_FRAME_US, "scene_token": self.token("scene")}
+            {
+                "token": token,
+                "timestamp": self.start_us + k * KEY_FRAME_US,
+                "scene_token": self.token("scene"),
+            }
             for k, token in enumerate(samples)
         ]
         _link(sample_rows)
         self.rows |= {
-            "log": [{"token": self.token("log"), "logfile": self.log, "vehicle": self.vehicle,
-                     "date_captured": "2018-06-26", "location": LOCATION}],
-            "scene": [{"token": self.token("scene"), "log_token": self.token("log"), "nbr_samples": len(samples),
-                       "first_sample_token": samples[0], "last_sample_token": samples[-1], "name": job.name,
-                       "description": "Synthetic: " + self._describe()}],
-            "sample": sample_rows, "instance": instances,
+            "log": [
+                {
+                    "token": self.token("log"),
+                    "logfile": self.log,
+                    "vehicle": self.vehicle,
+                    "date_captured": "2018-06-26",
+                    "location": LOCATION,
+                }
+            ],
+            "scene": [
+                {
+                    "token": self.token("scene"),
+                    "log_token": self.token("log"),
+                    "nbr_samples": len(samples),
+                    "first_sample_token": samples[0],
+                    "last_sample_token": samples[-1],
+                    "name": job.name,
+                    "description": "Synthetic: " + self._describe(),
+                }
+            ],
+            "sample": sample_rows,
+            "instance": instances,
             "sample_annotation": [row for _, chain in sorted(annotations.items()) for row in chain],
             "sample_data": [row for chain in self.chains.values() for row in chain],
-            "calibrated_sensor": [self._calibration(channel, mount) for channel, mount in self.rig.items()],
+            "calibrated_sensor": [
+                self._calibration(channel, mount) for channel, mount in self.rig.items()
+            ],
         }
         self._write_can_bus()
         road = scene.road
@@ -132,7 +177,9 @@ class _SceneWriter:
         if modality == "camera":
             payload, suffix = self._photograph(mount, pose, time_s), "jpg"
         elif modality == "lidar":
-            points, _ = scan_lidar(self.scene, pose, time_s, job.num_beams, job.num_azimuths, self.rng)
+            points, _ = scan_lidar(
+                self.scene, pose, time_s, job.num_beams, job.num_azimuths, self.rng
+            )
             payload, suffix = points.tobytes(), "pcd.bin"
             if is_key:
                 self._count(0, points[:, :3].astype(np.float64), pose, time_s)
@@ -148,20 +195,34 @@ class _SceneWriter:
         (job.root / name).write_bytes(payload)
         token = self.token(channel, time_us)
         height, width = job.image_size if modality == "camera" else (0, 0)
-        self.chains[channel].append({
-            "token": token, "sample_token": sample, "ego_pose_token": token,
-            "calibrated_sensor_token": self.token("calibration", channel), "timestamp": time_us,
-            "fileformat": "jpg" if modality == "camera" else "pcd", "is_key_frame": is_key, "height": height,
-            "width": width, "filename": name,
-        })
-        self.rows.setdefault("ego_pose", []).append({
-            "token": token, "timestamp": time_us, "rotation": quaternion_from_rotation(ego_pose[:3, :3]),
-            "translation": [float(x) for x in ego_pose[:3, 3]],
-        })
+        self.chains[channel].append(
+            {
+                "token": token,
+                "sample_token": sample,
+                "ego_pose_token": token,
+                "calibrated_sensor_token": self.token("calibration", channel),
+                "timestamp": time_us,
+                "fileformat": "jpg" if modality == "camera" else "pcd",
+                "is_key_frame": is_key,
+                "height": height,
+                "width": width,
+                "filename": name,
+            }
+        )
+        self.rows.setdefault("ego_pose", []).append(
+            {
+                "token": token,
+                "timestamp": time_us,
+                "rotation": quaternion_from_rotation(ego_pose[:3, :3]),
+                "translation": [float(x) for x in ego_pose[:3, 3]],
+            }
+        )
 
     def _photograph(self, mount: Mount, pose: Array, time_s: float) -> bytes:
         assert mount.intrinsic is not None
-        image, owner, totals = render_camera(self.scene, pose, mount.intrinsic, time_s, self.job.image_size)
+        image, owner, totals = render_camera(
+            self.scene, pose, mount.intrinsic, time_s, self.job.image_size
+        )
         self.pixels[0] += np.bincount(owner[owner >= 0], minlength=len(totals))
         self.pixels[1] += totals
         buffer = BytesIO()
@@ -172,7 +233,9 @@ class _SceneWriter:
         points = xyz @ pose[:3, :3].T + pose[:3, 3]
         self.counts[row] += count_inside(points, self.scene.object_poses(time_s), self.scene.sizes)
 
-    def _annotate(self, frame: int, sample: str, time_us: int, annotations: dict[int, list[Row]]) -> None:
+    def _annotate(
+        self, frame: int, sample: str, time_us: int, annotations: dict[int, list[Row]]
+    ) -> None:
         """Rows of the objects within reach at a key frame, added to each object's chain."""
         scene, time_s = self.scene, self.seconds(time_us)
         poses, ego = scene.object_poses(time_s), scene.ego_pose(time_s)[:2, 3]
@@ -182,19 +245,25 @@ class _SceneWriter:
             seen, coverable = self.pixels[:, n]
             length, width, height = (float(v) for v in scene.sizes[n])
             attribute = scene.attributes[n]
-            annotations.setdefault(n, []).append({
-                "token": self.token("annotation", n, frame), "sample_token": sample,
-                "instance_token": self.token("instance", n),
-                "visibility_token": visibility_token(seen / max(coverable, 1)),
-                "attribute_tokens": [make_token("attribute", attribute)] if attribute else [],
-                "translation": [float(x), float(y), height / 2], "size": [width, length, height],
-                "rotation": quaternion_from_rotation(rotation_from_euler(0.0, 0.0, float(yaw))),
-                "num_lidar_pts": int(self.counts[0, n]), "num_radar_pts": int(self.counts[1, n]),
-            })
+            annotations.setdefault(n, []).append(
+                {
+                    "token": self.token("annotation", n, frame),
+                    "sample_token": sample,
+                    "instance_token": self.token("instance", n),
+                    "visibility_token": visibility_token(seen / max(coverable, 1)),
+                    "attribute_tokens": [make_token("attribute", attribute)] if attribute else [],
+                    "translation": [float(x), float(y), height / 2],
+                    "size": [width, length, height],
+                    "rotation": quaternion_from_rotation(rotation_from_euler(0.0, 0.0, float(yaw))),
+                    "num_lidar_pts": int(self.counts[0, n]),
+                    "num_radar_pts": int(self.counts[1, n]),
+                }
+            )
 
     def _calibration(self, channel: str, mount: Mount) -> Row:
         return {
-            "token": self.token("calibration", channel), "sensor_token": make_token("sensor", channel),
+            "token": self.token("calibration", channel),
+            "sensor_token": make_token("sensor", channel),
             "translation": [float(x) for x in mount.ego_from_sensor[:3, 3]],
             "rotation": quaternion_from_rotation(mount.ego_from_sensor[:3, :3]),
             "camera_intrinsic": [] if mount.intrinsic is None else mount.intrinsic.tolist(),
@@ -219,11 +288,16 @@ class _SceneWriter:
             yaw = np.arctan2(pose[1, 0], pose[0, 0])
             accel = np.array([gain, speed * motion[2], _GRAVITY]) + rng.normal(0, 0.05, 3)
             turning = np.array([0.0, 0.0, motion[2]]) + rng.normal(0, 0.005, 3)
-            messages.append({
-                "accel": accel.tolist(), "orientation": [float(np.cos(yaw / 2)), 0.0, 0.0, float(np.sin(yaw / 2))],
-                "pos": [float(pose[0, 3]), float(pose[1, 3]), 0.0], "rotation_rate": turning.tolist(),
-                "utime": time_us, "vel": [speed, 0.0, 0.0],
-            })
+            messages.append(
+                {
+                    "accel": accel.tolist(),
+                    "orientation": [float(np.cos(yaw / 2)), 0.0, 0.0, float(np.sin(yaw / 2))],
+                    "pos": [float(pose[0, 3]), float(pose[1, 3]), 0.0],
+                    "rotation_rate": turning.tolist(),
+                    "utime": time_us,
+                    "vel": [speed, 0.0, 0.0],
+                }
+            )
         (self.job.root / "can_bus" / f"{self.job.name}_pose.json").write_text(json.dumps(messages))
 
 
