@@ -214,7 +214,8 @@ def _check_axes(cfg: DictConfig) -> None:
     if strategy == "single" and several:
         raise InputError(
             f"strategy=single is one process but hardware.devices={devices} on "
-            f"hardware.nodes={nodes} asks for more; use strategy=ddp, or hardware.devices=1 hardware.nodes=1"
+            f"hardware.nodes={nodes} asks for more; use strategy=ddp, or hardware.devices=1 "
+            "hardware.nodes=1"
         )
     if isinstance(strategy, str) and strategy not in ("auto", "single", "ddp"):
         raise InputError(
@@ -228,8 +229,8 @@ def _check_length(cfg: DictConfig) -> None:
     steps, epochs = _get(cfg, "trainer.max_steps"), _get(cfg, "trainer.max_epochs")
     if (steps is None or steps <= 0) and (epochs is None or epochs <= 0):
         raise InputError(
-            f"trainer.max_steps={steps} and trainer.max_epochs={epochs} leave nothing to train; set "
-            "one of them to a positive number"
+            f"trainer.max_steps={steps} and trainer.max_epochs={epochs} leave nothing to train; "
+            "set one of them to a positive number"
         )
     lr = _get(cfg, "optim.lr")
     if not isinstance(lr, (int, float)) or lr <= 0:
