@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from bev_lightning.objectives.heatmap import gaussian_heatmap
 from bev_lightning.objectives.matching import Assignment, TransFusionMatcher
+from bev_lightning.objectives.overlap import widen
 from bev_lightning.structures import Boxes3D
 from bev_lightning.structures.predictions import (
     BEVFusionPredictions,
@@ -60,7 +61,7 @@ class TransFusionObjective:
             assignment = self.match(predictions, targets)
             by_class, by_box = self.layer_terms(predictions, targets, assignment)
             return {
-                "heatmap": self.heatmap_term(predictions.heatmap, targets, predictions),
+                "heatmap": self.heatmap_term(predictions, targets),
                 "class": by_class.sum(),
                 "box": by_box.sum(),
             }
@@ -76,17 +77,15 @@ class TransFusionObjective:
             codec.grid,
         )
 
-    def heatmap_term(
-        self, logits: Tensor, targets: Boxes3D, predictions: TransFusionPredictions
-    ) -> Tensor:
+    def heatmap_term(self, predictions: TransFusionPredictions, targets: Boxes3D) -> Tensor:
         wanted = gaussian_heatmap(
             targets,
             predictions.codec.grid,
-            logits.shape[1],
+            predictions.heatmap.shape[1],
             self.min_overlap,
             self.min_radius_cells,
         )
-        return self.heatmap_weight * gaussian_focal_loss(logits, wanted)
+        return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted)
 
     def layer_terms(
         self, predictions: TransFusionPredictions, targets: Boxes3D, assignment: Assignment
@@ -176,7 +175,7 @@ def gaussian_focal_loss(logits: Tensor, heatmap: Tensor) -> Tensor:
         logits: ``(B, K, Y, X)``.
         heatmap: the same shape, 0..1, exactly 1 at the centre of a box.
     """
-    probability = logits.float().sigmoid().clamp(1e-4, 1 - 1e-4)
+    probability = widen(logits).sigmoid().clamp(1e-4, 1 - 1e-4)
     peak = heatmap == 1
     hit = -probability.log() * (1 - probability).square() * peak
     miss = -(1 - probability).log() * probability.square() * (1 - heatmap).pow(4)
@@ -187,7 +186,7 @@ def sigmoid_focal_loss(
     logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0
 ) -> Tensor:
     """RetinaNet's focal loss of each logit, ``(..., K)`` of labels ``(...)``; K is background."""
-    logits = logits.float()
+    logits = widen(logits)
     wanted = F.one_hot(labels, logits.shape[-1] + 1)[..., :-1].to(logits.dtype)
     entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
     probability = logits.sigmoid()
@@ -199,7 +198,7 @@ def masked_l1_loss(predicted: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
     """Weighted absolute difference of each number; none where what is wanted is NaN (a velocity
     that is unknown) or the weight is 0, and no gradient from there either."""
     counts = torch.isfinite(wanted) & (weight > 0)
-    difference = torch.where(counts, predicted.float() - wanted.nan_to_num(), 0.0)
+    difference = torch.where(counts, widen(predicted) - wanted.nan_to_num(), 0.0)
     return difference.abs() * weight
 
 
@@ -213,7 +212,7 @@ def depth_loss(depth_logits: Tensor, target: Tensor) -> Tensor:
     """
     with torch.autocast(depth_logits.device.type, enabled=False):
         entropy = F.cross_entropy(
-            depth_logits.float().flatten(0, 1),
+            widen(depth_logits).flatten(0, 1),
             target.flatten(0, 1),
             ignore_index=-1,
             reduction="sum",

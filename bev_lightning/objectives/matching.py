@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from bev_lightning.objectives.overlap import pairwise_iou
+from bev_lightning.objectives.overlap import pairwise_iou, widen
 from bev_lightning.structures import BevGrid
 
 # Stands for a cost that is NaN or infinite, so that a broken prediction is matched last.
@@ -101,7 +101,7 @@ class TransFusionMatcher:
 def focal_cost(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
     """What the focal loss would gain by calling query q the class of box m: ``(L, B, Q, M)`` of
     logits ``(L, B, Q, K)`` and labels ``(B, M)``."""
-    probability = logits.float().sigmoid()
+    probability = widen(logits).sigmoid()
     negative = -(1 - probability + 1e-12).log() * (1 - alpha) * probability.pow(gamma)
     positive = -(probability + 1e-12).log() * alpha * (1 - probability).pow(gamma)
     layers, _, queries, _ = logits.shape

@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def widen(value: Tensor) -> Tensor:
+    """At least float32; float64 stays, for gradients are checked in it."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
 def overlap_area(first: Tensor, second: Tensor) -> Tensor:
     """Area [m2] that two rectangles share, ``(...)``; leading dimensions broadcast.
 
@@ -17,7 +22,7 @@ def overlap_area(first: Tensor, second: Tensor) -> Tensor:
     Args:
         first, second: ``(..., 5) [x, y, l, w, yaw]`` metres and radians.
     """
-    first, second = first.float(), second.float()
+    first, second = widen(first), widen(second)
     turn = first[..., 4] - second[..., 4]
     cos, sin = second[..., 4].cos(), second[..., 4].sin()
     offset = first[..., :2] - second[..., :2]
@@ -53,7 +58,7 @@ def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
     Args:
         first, second: ``[x, y, z, l, w, h, yaw]``, z of the centre; metres and radians.
     """
-    first, second = first.float(), second.float()
+    first, second = widen(first), widen(second)
     shape = (*first.shape[:-1], second.shape[-2], 7)
     first = first.unsqueeze(-2).expand(shape)
     second = second.unsqueeze(-3).expand(shape)
