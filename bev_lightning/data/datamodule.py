@@ -1,0 +1,224 @@
+"""The LightningDataModule: from a data root to the streams that training and evaluation read."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from bev_lightning.data.augment import Augment
+from bev_lightning.data.frame import FrameSource
+from bev_lightning.data.index import Index, build_index
+from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, Schedule
+from bev_lightning.data.synthetic import SyntheticSpec, generate
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Inputs
+
+
+class DetectionDataModule(LightningDataModule):
+    """Reads a nuScenes data set for one model.
+
+    Training reads an endless stream whose order and augmentation are functions of the seed; evaluation reads
+    its split in order, dealt out to the ranks, each of which makes the same number of steps. Where samples do
+    not divide evenly, a rank may repeat one: drop repeats by sample token.
+
+    Attributes:
+        index: the data set's index, from :meth:`setup` on.
+        stream: training's batches, from :meth:`train_dataloader` on; ``seconds_waited`` tells how long
+            the model waited for them.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        version: str,
+        train_split: str,
+        val_split: str,
+        batch_size: int,
+        val_batch_size: int,
+        on_missing: Literal["error", "skip"],
+        classes: Sequence[str],
+        num_workers: int,
+        inputs: Inputs,
+        augment: Augment | None,
+        loader: Loader,
+        cache_dir: str,
+        seed: int,
+        synthetic: SyntheticSpec | None = None,
+    ) -> None:
+        """Keep the settings; nothing is read before :meth:`prepare_data`.
+
+        Args:
+            root: data root.
+            version: folder of the tables.
+            train_split, val_split: official splits, or ones of the version folder's splits.json.
+            batch_size, val_batch_size: samples per process.
+            on_missing: what to do with samples whose files are missing or cannot be read: stop with a
+                sentence, or leave them out (missing) or replace them by the next (unreadable), counted
+                and reported at the end.
+            classes: names in the order of the labels.
+            num_workers: processes that make the synthetic data set and look at the tables.
+            inputs: what the model reads.
+            augment: of training; None for none.
+            loader: reads the files.
+            cache_dir: where indexes live, outside the root.
+            seed: of order and augmentation.
+            synthetic: makes the data set at the root where it is absent.
+        """
+        super().__init__()
+        if on_missing not in ("error", "skip"):
+            raise InputError(f"data.on_missing={on_missing} is neither error nor skip")
+        self.root = root
+        self.version = version
+        self.train_split = train_split
+        self.val_split = val_split
+        self.batch_size = batch_size
+        self.val_batch_size = val_batch_size
+        self.on_missing = on_missing
+        self.classes = tuple(classes)
+        self.num_workers = num_workers
+        self.inputs = inputs
+        self.augment = augment
+        self.loader = loader
+        self.cache_dir = cache_dir
+        self.seed = seed
+        self.synthetic = synthetic
+        self.index: Index | None = None
+        self.stream: BatchStream | None = None
+        self._frames: dict[str, FrameSource] = {}
+        self._state: dict[str, int] | None = None
+
+    def prepare_data(self) -> None:
+        """Once per node: make the synthetic data set and the index where they are absent or out of date."""
+        if self.synthetic is not None:
+            generate(Path(self.root), self.synthetic, self.num_workers)
+        build_index(self.root, self.version, self.cache_dir, self.num_workers)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the index and look for the files of the splits that the stage reads.
+
+        Args:
+            stage: fit, validate, test or predict; None for all.
+
+        Raises:
+            InputError: the index, a split, a class or a file is not there.
+        """
+        if self.index is None:
+            self.index = build_index(self.root, self.version, self.cache_dir, self.num_workers)
+        if stage in (None, "fit") and "train" not in self._frames:
+            self._frames["train"] = self._source(self.train_split, self.augment)
+        if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
+            self._frames["val"] = self._source(self.val_split, None)
+        if stage in (None, "predict") and "predict" not in self._frames:
+            self._frames["predict"] = self._source(self.val_split, None, with_targets=False)
+
+    @property
+    def train_tokens(self) -> tuple[str, ...]:
+        """Sample tokens that training reads."""
+        return self._opened("train").tokens
+
+    @property
+    def val_tokens(self) -> tuple[str, ...]:
+        """Sample tokens that evaluation reads, in order."""
+        return self._opened("val").tokens
+
+    @property
+    def predict_tokens(self) -> tuple[str, ...]:
+        """Sample tokens that prediction reads, in order."""
+        return self._opened("predict").tokens
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Micro-steps in which all ranks together read the training split once."""
+        return len(self._schedule("train"))
+
+    def train_dataloader(self) -> BatchStream:
+        """The endless stream, from the micro-step that a checkpoint brought along."""
+        schedule = self._schedule("train")
+        num_micro_steps = len(schedule)
+        trainer = self.trainer
+        if trainer is not None and trainer.max_steps is not None and trainer.max_steps > 0:
+            num_micro_steps = trainer.max_steps * trainer.accumulate_grad_batches
+        self.stream = BatchStream(self.loader, self._opened("train"), schedule, num_micro_steps)
+        if self._state is not None:
+            self.stream.load_state_dict(self._state)
+        return self.stream
+
+    def val_dataloader(self) -> FixedBatches:
+        """The validation split in order."""
+        return FixedBatches(self.loader, self._opened("val"), self._schedule("val"))
+
+    def test_dataloader(self) -> FixedBatches:
+        """The same as :meth:`val_dataloader`."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> FixedBatches:
+        """The validation split in order, without targets."""
+        return FixedBatches(self.loader, self._opened("predict"), self._schedule("predict"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place in the training stream, in plain numbers; empty before there is one."""
+        return {} if self.stream is None else dict(self.stream.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at a checkpoint's place; checked when the stream opens.
+
+        Raises:
+            InputError: the stream is open and its order is another.
+        """
+        if not state_dict:
+            return
+        self._state = dict(state_dict)
+        if self.stream is not None:
+            self.stream.load_state_dict(self._state)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Report what could not be read and was replaced."""
+        skipped: dict[str, str] = getattr(self.loader, "skipped", {})
+        if skipped:
+            warnings.warn(
+                f"{len(skipped)} samples could not be read and were replaced by others (data.on_missing=skip), "
+                f"first: {next(iter(skipped.values()))}",
+                stacklevel=2,
+            )
+
+    def _source(
+        self, split: str, augment: Augment | None, with_targets: bool = True
+    ) -> FrameSource:
+        assert self.index is not None
+        source = FrameSource(
+            self.index,
+            self.index.split(split),
+            self.inputs,
+            self.classes,
+            augment=augment,
+            seed=self.seed,
+            on_missing=self.on_missing,
+            with_targets=with_targets,
+        )
+        if source.dropped:
+            rank_zero_warn(
+                f"{len(source.dropped)} of {len(source.dropped) + len(source)} samples of the split "
+                f"{split} are left out because files are missing (data.on_missing=skip), first: "
+                f"{next(iter(source.dropped.values()))}"
+            )
+        return source
+
+    def _opened(self, name: str) -> FrameSource:
+        if name not in self._frames:
+            raise RuntimeError(f"call setup() before the {name} samples are used")
+        return self._frames[name]
+
+    def _schedule(self, name: str) -> Schedule:
+        trainer = self.trainer
+        return Schedule(
+            num_samples=len(self._opened(name)),
+            batch_size=self.batch_size if name == "train" else self.val_batch_size,
+            rank=0 if trainer is None else trainer.global_rank,
+            world_size=1 if trainer is None else trainer.world_size,
+            seed=self.seed,
+            shuffle=name == "train",
+            ragged=name != "train",
+        )

@@ -1,0 +1,117 @@
+"""The order of samples: endless, the same for any number of ranks, exact after a stop."""
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bev_lightning.data.stream import BatchStream, FixedBatches, Schedule, seed_everything
+from bev_lightning.errors import InputError
+
+
+class Echo:
+    """A loader whose batches are the schedule's own."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[int, int]] = []
+        self.closed = 0
+
+    def open(self, frames, schedule, start: int, stop: int) -> Iterator:
+        self.opened.append((start, stop))
+        try:
+            for micro_step in range(start, stop):
+                yield SimpleNamespace(step=micro_step, places=schedule.batch(micro_step))
+        finally:
+            self.closed += 1
+
+
+def test_each_epoch_is_a_new_permutation_and_a_function_of_the_seed() -> None:
+    schedule = Schedule(7, 1, seed=3)
+    epochs = [[schedule.batch(e * 7 + i)[0] for i in range(7)] for e in range(3)]
+    assert all(sorted(p for _, p in epoch) == list(range(7)) for epoch in epochs)
+    assert [{e for e, _ in epoch} for epoch in epochs] == [{0}, {1}, {2}]
+    assert len({tuple(p for _, p in epoch) for epoch in epochs}) == 3
+    assert Schedule(7, 1, seed=3).batch(16) == schedule.batch(16)
+    order = np.random.default_rng([3, 1]).permutation(7).tolist()
+    assert [p for _, p in epochs[1]] == order
+
+
+@pytest.mark.parametrize("num_samples", [1, 3, 8, 11])
+def test_global_order_does_not_depend_on_ranks(num_samples: int) -> None:
+    one = Schedule(num_samples, 4, seed=1)
+    two = [Schedule(num_samples, 2, rank, 2, seed=1) for rank in range(2)]
+    assert len(one) == len(two[0]) == len(two[1])
+    for micro_step in range(2 * len(one)):
+        dealt = [places for pair in zip(*(s.batch(micro_step) for s in two), strict=True) for places in pair]
+        assert dealt == one.batch(micro_step)
+
+
+def test_few_samples_wrap_round_in_training_and_stay_short_in_evaluation() -> None:
+    full = Schedule(3, 2, 0, 2, shuffle=False)
+    assert len(full) == 1 and full.batch(0) == [(0, 0), (0, 2)]
+    assert Schedule(3, 2, 1, 2, shuffle=False).batch(0) == [(0, 1), (0, 0)]
+    assert Schedule(1, 4, shuffle=False).batch(0) == [(0, 0)] * 4
+    ragged = [Schedule(5, 2, rank, 2, shuffle=False, ragged=True) for rank in range(2)]
+    assert [len(s) for s in ragged] == [2, 2]
+    assert [ragged[0].batch(m) for m in range(2)] == [[(0, 0), (0, 2)], [(0, 4)]]
+    assert [ragged[1].batch(m) for m in range(2)] == [[(0, 1), (0, 3)], [(0, 0)]]  # a repeat, not a hang
+    assert Schedule(5, 2, shuffle=False, ragged=True).batch(2) == [(0, 4)]
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank < world_size"):
+        Schedule(3, 1, rank=2, world_size=2)
+
+
+def test_stream_goes_on_where_it_stopped() -> None:
+    schedule = Schedule(5, 2, seed=9)
+    whole = [b.places for b in BatchStream(Echo(), None, schedule, 8)]
+    stream = BatchStream(Echo(), None, schedule, 8)
+    batches = iter(stream)
+    assert stream.loader.opened == []  # iter() alone opens nothing
+    first = [next(batches).places for _ in range(3)]
+    state = stream.state_dict()
+    next(batches)  # read ahead, never trained on
+    batches.close()
+    assert stream.loader.closed == 1
+    assert state == {"micro_step": 3, "seed": 9, "num_samples": 5, "batch_size": 2, "world_size": 1}
+    resumed = BatchStream(Echo(), None, schedule, 8)
+    resumed.load_state_dict(state)
+    assert len(resumed) == 8  # the full number, whatever is done
+    assert first + [b.places for b in resumed] == whole
+    assert resumed.loader.opened == [(3, 8)] and resumed.micro_step == 8
+    assert [b.step for b in resumed] == list(range(8, 16))  # the next pass
+
+
+def test_random_generators_are_set_before_each_batch() -> None:
+    def draw() -> tuple:
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    schedule = Schedule(4, 1, seed=2)
+    draws = [draw() for _ in BatchStream(Echo(), None, schedule, 4)]
+    torch.rand(5), np.random.rand(5)
+    assert [draw() for _ in BatchStream(Echo(), None, schedule, 4, micro_step=2)] == draws[2:]
+    assert len(set(draws)) == 4
+    other = Schedule(4, 1, rank=1, world_size=2, seed=2)
+    assert [draw() for _ in BatchStream(Echo(), None, other, 4)][0] != draws[0]
+    seed_everything(2, 0, 3)
+    assert draw() == draws[3]
+
+
+def test_another_order_is_refused() -> None:
+    stream = BatchStream(Echo(), None, Schedule(5, 2, seed=9), 8)
+    state = stream.state_dict()
+    for changed, name in ((Schedule(5, 3, seed=9), "batch_size"), (Schedule(6, 2, seed=9), "num_samples")):
+        with pytest.raises(InputError, match=f"{name} = .*init_from"):
+            BatchStream(Echo(), None, changed, 8).load_state_dict(state)
+
+
+def test_waiting_is_counted_and_evaluation_starts_afresh() -> None:
+    fixed = FixedBatches(Echo(), None, Schedule(3, 2, shuffle=False, ragged=True))
+    assert len(fixed) == 2
+    assert [[p for _, p in b.places] for b in fixed] == [[0, 1], [2]]
+    assert [[p for _, p in b.places] for b in fixed] == [[0, 1], [2]]
+    assert fixed.seconds_waited > 0 and fixed.loader.closed == 2
