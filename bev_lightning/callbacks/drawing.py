@@ -48,8 +48,8 @@ def project_lines(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The parts of the boxes' lines that an image shows.
 
-    Lines that cross the camera's plane are cut in space, before the division by depth: a corner behind
-    the camera would come out mirrored.
+    Lines that cross the camera's plane are cut in space, before the division by depth: a corner
+    behind the camera would come out mirrored.
 
     Args:
         vertices: ``(M, 10, 3)`` of :func:`box_vertices`, model frame.
@@ -64,8 +64,9 @@ def project_lines(
     start = points[:, _EDGES[:, 0]].reshape(-1, 3)
     end = points[:, _EDGES[:, 1]].reshape(-1, 3)
     owner = np.repeat(np.arange(len(points)), len(_EDGES))
-    # Each condition cuts the line at start + t (end - start) to the side where it is positive. In the
-    # image frame (u d, v d, d) the image's borders are planes through the camera's centre as well.
+    # Each condition cuts the line at start + t (end - start) to the side where it is positive. In
+    # the image frame (u d, v d, d) the image's borders are planes through the camera's centre as
+    # well.
     height, width = size
     planes = np.array(
         [
@@ -217,8 +218,8 @@ class TopView:
             draw_lines(self.image, corners[None, 8:10], colour, width)
             if np.hypot(*motion) > 0.5:
                 tip = corners[8] + motion * (1, -1) * self.scale
-                ends = [tuple(int(x) for x in np.round(p)) for p in (corners[8], tip)]
-                cv2.arrowedLine(self.image, *ends, colour, 1, cv2.LINE_AA, tipLength=0.25)
+                start, end = ([int(x) for x in np.round(p)] for p in (corners[8], tip))
+                cv2.arrowedLine(self.image, start, end, colour, 1, cv2.LINE_AA, tipLength=0.25)
 
 
 def denormalise(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:

@@ -14,15 +14,15 @@ GIB = 1024.0**3
 class SpeedMonitor(L.Callback):
     """Log speed, data wait, gradient norm and GPU memory at the trainer's logging steps.
 
-    - ``speed/samples_per_s``: samples of all processes a second since the last logging step, validation
-      left out.
-    - ``speed/data_wait_share``: share of that time, 0..1, that this process stood waiting for its next
-      batch (``seconds_waited`` of the training iterable).
+    - ``speed/samples_per_s``: samples of all processes a second since the last logging step,
+      validation left out.
+    - ``speed/data_wait_share``: share of that time, 0..1, that this process stood waiting for its
+      next batch (``seconds_waited`` of the training iterable).
     - ``train/grad_norm``: 2-norm of all gradients of the step, before clipping.
     - ``gpu/memory_gib``: peak of the memory in use by tensors on this process' GPU so far [GiB].
 
-    Times are the host's. On a GPU the host runs ahead of the device by a few steps at most, so that rates
-    over some steps are right without ever waiting for it.
+    Times are the host's. On a GPU the host runs ahead of the device by a few steps at most, so
+    that rates over some steps are right without ever waiting for it.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class SpeedMonitor(L.Callback):
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of this process a second over the whole training but its first step; 0 before there
-        is a second one."""
+        """Samples of this process a second over the whole training but its first step; 0 before
+        there is a second one."""
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
@@ -50,14 +50,14 @@ class SpeedMonitor(L.Callback):
         self._mark = 0.0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Validation inside training is nobody's step; before the first step there is nothing to go on.
+        # Validation inside training is nobody's step. Before the first step no clock runs.
         if self._mark:
             self._mark = time.perf_counter()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
-        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+        if _logs_at(trainer, trainer.global_step + 1):
             norm = gradient_norm(pl_module.parameters())
             pl_module.log("train/grad_norm", norm, batch_size=1)
 
@@ -78,7 +78,7 @@ class SpeedMonitor(L.Callback):
         self._mark, self._waited_before = now, waited
 
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+        if stepped and _logs_at(trainer, trainer.global_step):
             self._log(trainer, pl_module)
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -98,7 +98,12 @@ class SpeedMonitor(L.Callback):
         pl_module.log_dict(values, batch_size=1)
 
 
+def _logs_at(trainer: L.Trainer, step: int) -> bool:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and step % every == 0
+
+
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """2-norm ``()`` over the gradients of all parameters, on their device; 0 where there is none."""
+    """2-norm ``()`` over all gradients, on their device; 0 where there is none."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())

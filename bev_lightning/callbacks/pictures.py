@@ -41,8 +41,8 @@ WIDTH = 3 * CELL_WIDTH + 2 * GAP
 class PredictionPictures(L.Callback):
     """Draw some validation samples, always the same, into TensorBoard and as PNG files.
 
-    The samples are spread over the first process' share of the split. ``validation_step`` must return
-    the decoded boxes as ``{"boxes": Boxes3D}``.
+    The samples are spread over the first process' share of the split. ``validation_step`` must
+    return the decoded boxes as ``{"boxes": Boxes3D}``.
 
     Args:
         classes: names in the order of the labels.
@@ -197,7 +197,8 @@ def _draw_cameras(
     std: Sequence[float],
     lettering: Lettering,
 ) -> np.ndarray:
-    """All cameras of one sample as a mosaic: those that look ahead above, each row from left to right.
+    """All cameras of one sample as a mosaic: those that look ahead above, each row from left to
+    right.
 
     Names and order come from where the cameras look, not from their place in the batch.
     """
@@ -243,7 +244,8 @@ def _label_boxes(
     origin: tuple[int, int],
     lettering: Lettering,
 ) -> None:
-    """Class and score above the boxes, the largest in the image first, where no other text stands."""
+    """Class and score above the boxes, the largest in the image first, where no other text
+    stands."""
     extents = []
     for box in np.unique(owner):
         ends = lines[owner == box].reshape(-1, 2)
@@ -296,7 +298,7 @@ def _direction(azimuth: float) -> str:
         "right",
         "front right",
     )
-    # Rigs place side cameras at 55 and 110 degrees: sectors about 45, 90 and 135 would call 110 "left".
+    # Rigs place side cameras at 55 and 110 degrees; equal sectors would call those at 110 "left".
     limits = (22.5, 85.0, 95.0, 157.5, 202.5, 265.0, 275.0, 337.5)
     turned = azimuth % 360
     return names[sum(turned >= limit for limit in limits) % 8]

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 class ProgressBar(TQDMProgressBar):
     """A bar of all micro-steps of the run, with the loss and the rate of all processes.
 
-    It is drawn at most every ``interval_s`` seconds: each drawing reads the loss, for which a GPU must be
-    waited for. Into a file or a pipe, where every drawing is a line, it is drawn every
+    It is drawn at most every ``interval_s`` seconds: each drawing reads the loss, for which a GPU
+    must be waited for. Into a file or a pipe, where every drawing is a line, it is drawn every
     ``file_interval_s`` seconds. Only the first process draws.
 
     Args:

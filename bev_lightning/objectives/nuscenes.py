@@ -1,8 +1,8 @@
 """The nuScenes detection metric: mAP, NDS and true-positive errors, by the devkit's own functions.
 
-``DetectionEval`` of the devkit only knows the official splits and whole submissions. Here its pieces
-(distance, filter, matching, averaging) are called on exactly the samples asked for, so that custom
-splits and samples without predictions work; on an official split the numbers are the same.
+``DetectionEval`` of the devkit only knows the official splits and whole submissions. Here its
+pieces (distance, filter, matching, averaging) are called on exactly the samples asked for, so that
+custom splits and samples without predictions work; on an official split the numbers are the same.
 Metric: Caesar et al., nuScenes, CVPR 2020, section 3.1.
 """
 
@@ -42,11 +42,12 @@ class Scores:
     Attributes:
         mAP: mean of ``AP`` over all classes; a class without ground truth counts 0, as officially.
         NDS: nuScenes detection score.
-        mAP_present: mean of ``AP`` over the classes that have evaluable ground truth; 0 if none has.
+        mAP_present: mean of ``AP`` over the classes that have evaluable ground truth; 0 if none
+            has.
         AP: class -> mean over the matching distances 0.5, 1, 2 and 4 m.
         mATE, mASE, mAOE, mAVE, mAAE: translation [m], scale [1 - IoU], orientation [rad], velocity
-            [m/s] and attribute [1 - accuracy] error of true positives within 2 m, mean over the classes
-            that define it; a class without true positives counts 1.
+            [m/s] and attribute [1 - accuracy] error of true positives within 2 m, mean over the
+            classes that define it; a class without true positives counts 1.
         errors: class -> ATE, ASE, AOE, AVE, AAE; None where the metric does not define it.
         frames: evaluated samples.
         truth_per_frame: evaluable annotations (in class range, with points) a sample, on average.
@@ -91,8 +92,8 @@ class NuScenesEvaluator:
     Args:
         root: folder that holds the ``version`` folder.
         version: such as ``v1.0-mini``.
-        classes: detection names that the model predicts; the means go over these. All ten: the official
-            metric.
+        classes: detection names that the model predicts; the means go over these. All ten: the
+            official metric.
     """
 
     def __init__(self, root: Path, version: str, classes: Sequence[str]) -> None:
@@ -104,13 +105,14 @@ class NuScenesEvaluator:
         """Score the predictions of the samples ``tokens``.
 
         Args:
-            results: sample token -> entries as of :func:`to_entries`; a sample that is missing counts
-                as one without predictions. Invalid boxes and those beyond 500 a sample are left out.
+            results: sample token -> entries as of :func:`to_entries`; a sample that is missing
+                counts as one without predictions. Invalid boxes and those beyond 500 a sample are
+                left out.
             tokens: the samples to evaluate on; repeated ones count once.
 
         Raises:
-            InputError: ``results`` holds samples that are not in ``tokens``, an unknown class, or there
-                is nothing to evaluate on.
+            InputError: ``results`` holds samples that are not in ``tokens``, an unknown class, or
+                there is nothing to evaluate on.
         """
         from nuscenes.eval.common.config import config_factory
         from nuscenes.eval.common.data_classes import EvalBoxes
@@ -121,8 +123,9 @@ class NuScenesEvaluator:
         unknown = sorted(set(self.classes) - set(config.class_range))
         if unknown or not self.classes:
             raise InputError(
-                f"the nuScenes metric does not know the classes {', '.join(unknown) or '(none given)'}; "
-                f"set data.classes to names out of {', '.join(config.class_range)}"
+                "the nuScenes metric does not know the classes "
+                f"{', '.join(unknown) or '(none given)'}; set data.classes "
+                f"to names out of {', '.join(config.class_range)}"
             )
         config.class_names = self.classes
         tokens = list(dict.fromkeys(tokens))
@@ -174,26 +177,26 @@ class NuScenesEvaluator:
     def _check_samples(
         self, tables: Any, results: Mapping[str, Sequence[Entry]], tokens: Sequence[str]
     ) -> None:
-        """Raise InputError unless tokens are samples of the tables and hold those of the results."""
+        """Raise InputError unless the tokens are in the tables and hold those of the results."""
         if not tokens:
             raise InputError(
-                f"there is no sample to evaluate on in {self.root / self.version}; choose a data.val_split "
-                "that has scenes there"
+                f"there is no sample to evaluate on in {self.root / self.version}; choose a "
+                "data.val_split that has scenes there"
             )
         known = {sample["token"] for sample in tables.sample}
         missing = [token for token in tokens if token not in known]
         if missing:
             raise InputError(
-                f"{len(missing)} of the {len(tokens)} samples to evaluate on, such as {missing[0]}, are not "
-                f"in the tables {self.root / self.version}; set data.root and data.version to the tree "
-                "they were taken from"
+                f"{len(missing)} of the {len(tokens)} samples to evaluate on, such as "
+                f"{missing[0]}, are not in the tables {self.root / self.version}; set data.root and data.version "
+                "to the tree they were taken from"
             )
         outside = [token for token in results if token not in set(tokens)]
         if outside:
             raise InputError(
-                f"{len(outside)} of the {len(results)} predicted samples are not evaluated: the predictions "
-                f"are of {_split_of(tables, outside)}, the evaluation is on {_split_of(tables, tokens)}; "
-                "predict and evaluate the same data.val_split"
+                f"{len(outside)} of the {len(results)} predicted samples are not evaluated: the "
+                f"predictions are of {_split_of(tables, outside)}, the evaluation is on "
+                f"{_split_of(tables, tokens)}; predict and evaluate the same data.val_split"
             )
 
 
@@ -210,8 +213,8 @@ def _load_tables(root: str, version: str) -> Any:
     """
     if not (Path(root) / version / "sample.json").is_file():
         raise InputError(
-            f"{Path(root) / version} holds no nuScenes tables; set data.root and data.version to a folder "
-            "that does"
+            f"{Path(root) / version} holds no nuScenes tables; set data.root and data.version to a "
+            "folder that does"
         )
     from nuscenes import NuScenes
 
@@ -240,8 +243,9 @@ def _load_truth(tables: Any, tokens: Iterable[str]) -> Any:
             ]
             if len(attributes) > 1:
                 raise InputError(
-                    f"annotation {annotation_token} has {len(attributes)} attributes where the nuScenes "
-                    "metric allows one; mend its attribute_tokens in sample_annotation.json"
+                    f"annotation {annotation_token} has {len(attributes)} attributes where the "
+                    "nuScenes metric allows one; mend its attribute_tokens in "
+                    "sample_annotation.json"
                 )
             boxes.append(
                 DetectionBox(

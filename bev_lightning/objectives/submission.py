@@ -1,7 +1,8 @@
 """Boxes in the nuScenes submission format: global frame, quaternions, attribute names.
 
-The format is that of https://www.nuscenes.org/object-detection; conversion and attribute rule are those
-of ``NuScenesDataset._format_bbox`` in mmdetection3d 0.17, on which the published models were scored.
+The format is that of https://www.nuscenes.org/object-detection; conversion and attribute rule are
+those of ``NuScenesDataset._format_bbox`` in mmdetection3d 0.17, on which the published models were
+scored.
 """
 
 import json
@@ -69,9 +70,9 @@ def to_entries(
 ) -> Entries:
     """Convert boxes of the model frame to nuScenes detection entries, one list for each sample.
 
-    Padding is left out; nothing else is: pass the result through :func:`clean` before it is scored by
-    other code. An unknown velocity (NaN) is written as zero, as the published code does; annotations,
-    which have no score, get the score 1.
+    Padding is left out; nothing else is: pass the result through :func:`clean` before it is scored
+    by other code. An unknown velocity (NaN) is written as zero, as the published code does;
+    annotations, which have no score, get the score 1.
 
     Args:
         boxes: ``(B, M)`` in the model frame, the label indexing ``classes``.
@@ -105,16 +106,9 @@ def to_entries(
     results: Entries = {}
     for b, token in enumerate(sample_tokens):
         keep = boxes.valid[b].nonzero().squeeze(-1)
-        columns = zip(
-            centre[b, keep].tolist(),
-            size[b, keep].tolist(),
-            rotation[b, keep].tolist(),
-            velocity[b, keep].tolist(),
-            boxes.label[b, keep].tolist(),
-            score[b, keep].tolist(),
-            speed[b, keep].tolist(),
-            strict=True,
-        )
+        names = [classes[label] for label in boxes.label[b, keep].tolist()]
+        columns = (centre, size, rotation, velocity, score, speed)
+        rows = zip(names, *(column[b, keep].tolist() for column in columns), strict=True)
         results[token] = [
             {
                 "sample_token": token,
@@ -122,11 +116,11 @@ def to_entries(
                 "size": box_size,
                 "rotation": box_rotation,
                 "velocity": box_velocity,
-                "detection_name": classes[label],
+                "detection_name": name,
                 "detection_score": box_score,
-                "attribute_name": attribute_of(classes[label], box_speed),
+                "attribute_name": attribute_of(name, box_speed),
             }
-            for box_centre, box_size, box_rotation, box_velocity, label, box_score, box_speed in columns
+            for name, box_centre, box_size, box_rotation, box_velocity, box_score, box_speed in rows
         ]
     return results
 
@@ -134,8 +128,8 @@ def to_entries(
 def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
     """Leave out what the official evaluation stops at; the log says so once for the same findings.
 
-    Boxes with NaN, infinity or a size of zero or less go; of the others the 500 with the highest score
-    stay in each sample, in their old order.
+    Boxes with NaN, infinity or a size of zero or less go; of the others the 500 with the highest
+    score stay in each sample, in their old order.
     """
     cleaned: Entries = {}
     invalid = over_limit = 0
@@ -158,8 +152,8 @@ def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
         )
     if over_limit:
         _say_once(
-            f"{over_limit} predicted boxes were left out: nuScenes allows {MAX_BOXES_PER_SAMPLE} boxes a "
-            f"sample and those of highest score were kept (first in sample {first_over})"
+            f"{over_limit} predicted boxes were left out: nuScenes allows "
+            f"{MAX_BOXES_PER_SAMPLE} boxes a sample and those of highest score were kept (first in sample {first_over})"
         )
     return cleaned, Refused(invalid, over_limit)
 
@@ -172,8 +166,8 @@ def write_submission(
     Args:
         path: file to write; its folder is made.
         results: sample token -> entries, an empty list for samples without predictions.
-        meta: ``use_camera``, ``use_lidar``, ``use_radar``, ``use_map``, ``use_external``; those left
-            out are written as false.
+        meta: ``use_camera``, ``use_lidar``, ``use_radar``, ``use_map``, ``use_external``; those
+            left out are written as false.
     """
     cleaned, _ = clean(results)
     names = ("use_camera", "use_lidar", "use_radar", "use_map", "use_external")

@@ -108,7 +108,8 @@ def test_the_top_view_shows_outline_heading_and_motion() -> None:
     view.draw_boxes(moving, TRUTH, 1)
     green = (view.image[..., 1].astype(int) - view.image[..., 0]) > 60
     rows, columns = np.nonzero(green)
-    # 4 m long and 2 m wide at 20 m ahead: rows 119.5 +- 8, columns 199.5 +- 4; then 5 m to the left.
+    # 4 m long and 2 m wide at 20 m ahead: rows 119.5 +- 8, columns 199.5 +- 4; then 5 m
+    # to the left.
     assert rows.min() == pytest.approx(111.5, abs=1) and rows.max() == pytest.approx(127.5, abs=1)
     assert columns.max() == pytest.approx(203.5, abs=1)
     assert columns.min() == pytest.approx(199.5 - 20, abs=1)

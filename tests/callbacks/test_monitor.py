@@ -43,7 +43,8 @@ class Stream:
 
 
 class Module(L.LightningModule):
-    """Loss = 3 w . x, so that every micro-step adds a gradient of known norm. A step takes 15 ms."""
+    """Loss = 3 w . x, so that every micro-step adds a gradient of known norm. A step
+    takes 15 ms."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

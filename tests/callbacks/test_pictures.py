@@ -107,7 +107,8 @@ def test_a_box_is_drawn_into_the_cameras_that_see_it() -> None:
     picture = draw(make_batch(targets=boxes((0.0, 12.0))))
     front = is_colour(cell(picture, 0, 1), TRUTH)
     rows, columns = np.nonzero(front)
-    # Near face at 10 m, 1 m to either side, 0.8 m up and down: 64 / 10 pixels a metre, enlarged 3.75 times.
+    # Near face at 10 m, 1 m to either side, 0.8 m up and down: 64 / 10 pixels a metre, enlarged
+    # 3.75 times.
     middle_u, middle_v = 63.5 * 3.75 + 1.375, 23.5 * 3.75 + 1.375
     assert columns.min() == pytest.approx(middle_u - 6.4 * 3.75, abs=1.5)
     assert columns.max() == pytest.approx(middle_u + 6.4 * 3.75, abs=1.5)
@@ -164,7 +165,8 @@ def test_annotations_are_found_once_each() -> None:
     found = boxes((0.5, 0.0), (0.4, 0.0), (28.1, 0.0), score=0.5)[0]
     assert count_found(truth, found) == 2
     assert count_found(truth, boxes((1.6, 0.0), (0.1, 0.0), score=0.5)[0]) == 2
-    assert count_found(truth, boxes((1.4, 0.0), (0.1, 0.0), score=0.5)[0]) == 1  # the first takes it
+    # The first takes the box that the second would have hit.
+    assert count_found(truth, boxes((1.4, 0.0), (0.1, 0.0), score=0.5)[0]) == 1
     assert count_found(boxes()[0], found) == 0
     assert count_found(truth, boxes(score=0.5)[0]) == 0
 

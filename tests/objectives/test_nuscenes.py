@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +14,6 @@ from PIL import Image
 from bev_lightning.errors import InputError
 from bev_lightning.objectives.nuscenes import NuScenesEvaluator
 
-CLASSES = (
-    "car",
-    "truck",
-    "construction_vehicle",
-    "bus",
-    "trailer",
-    "barrier",
-    "motorcycle",
-    "bicycle",
-    "pedestrian",
-    "traffic_cone",
-)
 CATEGORIES = {
     "car": "vehicle.car",
     "truck": "vehicle.truck",
@@ -37,6 +26,8 @@ CATEGORIES = {
     "pedestrian": "human.pedestrian.adult",
     "traffic_cone": "movable_object.trafficcone",
 }
+CLASSES = tuple(CATEGORIES)
+RACK = "static_object.bicycle_rack"
 ATTRIBUTES = {
     "barrier": [],
     "traffic_cone": [],
@@ -52,133 +43,81 @@ SCENES = {
 
 
 def write_tree(root: Path) -> Path:
-    """Tables of v1.0-mini: in each frame two objects of each class but bus, tracked over the scene, 8 to
-    46 m off; each third object without points, and a bicycle in a rack."""
+    """Tables of v1.0-mini: in each frame two objects of each class but bus, tracked over the
+    scene, 8 to 46 m off; each third object without points, and a bicycle in a rack."""
     rng = np.random.default_rng(5)
-    tables: dict[str, list[dict]] = {
-        name: []
-        for name in (
-            "category attribute visibility instance sensor calibrated_sensor ego_pose log scene sample "
-            "sample_data sample_annotation map"
-        ).split()
-    }
-    for name in [*CATEGORIES.values(), "static_object.bicycle_rack"]:
-        tables["category"].append({"token": name, "name": name, "description": ""})
-    for name in ("vehicle.parked", "vehicle.moving", *sum(ATTRIBUTES.values(), [])):
-        tables["attribute"].append({"token": name, "name": name, "description": ""})
-    tables["visibility"].append({"token": "4", "level": "v80-100", "description": ""})
-    tables["sensor"].append({"token": "lidar", "channel": "LIDAR_TOP", "modality": "lidar"})
-    tables["calibrated_sensor"].append(
-        {
-            "token": "rig",
-            "sensor_token": "lidar",
-            "translation": [0.9, 0.0, 1.8],
-            "rotation": [1, 0, 0, 0],
-            "camera_intrinsic": [],
-        }
-    )
-    tables["log"].append(
-        {"token": "log", "logfile": "log", "vehicle": "", "date_captured": "", "location": ""}
-    )
+    tables: dict[str, list[dict]] = {"visibility": []}
+
+    def add(table: str, token: str, **columns: object) -> None:
+        tables.setdefault(table, []).append({"token": token, **columns})
+
+    for name in [*CATEGORIES.values(), RACK]:
+        add("category", name, name=name, description="")
+    for name in ("vehicle.parked", "vehicle.moving", *chain.from_iterable(ATTRIBUTES.values())):
+        add("attribute", name, name=name, description="")
+    add("sensor", "lidar", channel="LIDAR_TOP", modality="lidar")
+    pose = {"translation": [0.9, 0.0, 1.8], "rotation": [1, 0, 0, 0]}
+    add("calibrated_sensor", "rig", sensor_token="lidar", camera_intrinsic=[], **pose)
+    add("log", "log", logfile="log", vehicle="", date_captured="", location="")
+    add("map", "map", log_tokens=["log"], category="", filename="maps/m.png")
     (root / "maps").mkdir(parents=True)
     Image.new("L", (4, 4)).save(root / "maps" / "m.png")
-    tables["map"].append(
-        {"token": "map", "log_tokens": ["log"], "category": "", "filename": "maps/m.png"}
-    )
 
+    ego = np.array([1000.0, 500.0, 0.0])
     for scene, num in SCENES.items():
         samples = [f"{scene}-{i}" for i in range(num)]
-        tables["scene"].append(
-            {
-                "token": scene,
-                "log_token": "log",
-                "nbr_samples": num,
-                "first_sample_token": samples[0],
-                "last_sample_token": samples[-1],
-                "name": scene,
-                "description": "",
-            }
-        )
-        ego = np.array([1000.0, 500.0, 0.0])
+        ends = {"first_sample_token": samples[0], "last_sample_token": samples[-1]}
+        add("scene", scene, log_token="log", nbr_samples=num, name=scene, description="", **ends)
         for i, sample in enumerate(samples):
-            links = {
-                "prev": samples[i - 1] if i else "",
-                "next": samples[i + 1] if i + 1 < num else "",
-            }
-            time = 1_500_000_000_000_000 + i * 500_000
-            tables["sample"].append(
-                {"token": sample, "timestamp": time, "scene_token": scene, **links}
-            )
-            tables["ego_pose"].append(
-                {
-                    "token": sample,
-                    "timestamp": time,
-                    "rotation": [1, 0, 0, 0],
-                    "translation": ego.tolist(),
-                }
-            )
-            tables["sample_data"].append(
-                {
-                    "token": sample,
-                    "sample_token": sample,
-                    "ego_pose_token": sample,
-                    "calibrated_sensor_token": "rig",
-                    "timestamp": time,
-                    "fileformat": "pcd",
-                    "is_key_frame": True,
-                    "height": 0,
-                    "width": 0,
-                    "filename": f"samples/{sample}.bin",
-                    **links,
-                }
-            )
+            time = {"timestamp": 1_500_000_000_000_000 + i * 500_000}
+            add("sample", sample, scene_token=scene, **time, **neighbours(scene, i, num))
+            add("ego_pose", sample, rotation=[1, 0, 0, 0], translation=ego.tolist(), **time)
+            links = {"ego_pose_token": sample, "calibrated_sensor_token": "rig"}
+            file = {"filename": f"samples/{sample}.bin", "fileformat": "pcd", "is_key_frame": True}
+            size = {"height": 0, "width": 0, **time, **neighbours(scene, i, num)}
+            add("sample_data", sample, sample_token=sample, **links, **file, **size)
         objects = [(name, copy) for name in CLASSES if name != "bus" for copy in range(2)]
-        objects.append(("rack", 0))
-        for index, (name, copy) in enumerate(objects):
+        for index, (name, copy) in enumerate([*objects, (RACK, 0)]):
             token = f"{scene}-{name}-{copy}"
-            category = CATEGORIES.get(name, "static_object.bicycle_rack")
-            tables["instance"].append(
-                {
-                    "token": token,
-                    "category_token": category,
-                    "nbr_annotations": num,
-                    "first_annotation_token": f"{token}-0",
-                    "last_annotation_token": f"{token}-{num - 1}",
-                }
-            )
+            ends = {
+                "first_annotation_token": f"{token}-0",
+                "last_annotation_token": f"{token}-{num - 1}",
+            }
+            category = CATEGORIES.get(name, RACK)
+            add("instance", token, category_token=category, nbr_annotations=num, **ends)
             radius, azimuth = 8.0 + 38.0 * rng.random(), 2 * math.pi * rng.random()
             start = ego + [radius * math.cos(azimuth), radius * math.sin(azimuth), 1.0]
-            if (name, copy) in (("bicycle", 0), ("rack", 0)):
+            if (name, copy) in (("bicycle", 0), (RACK, 0)):
                 start = ego + [9.0, 9.0, 1.0]
-            speed = np.array([*rng.normal(0, 3, 2), 0.0]) * (name != "rack") * (index % 2)
+            speed = np.array([*rng.normal(0, 3, 2), 0.0]) * (name != RACK) * (index % 2)
             yaw = rng.uniform(-math.pi, math.pi)
+            attributes = [] if name == RACK else ATTRIBUTES.get(name, ["vehicle.parked"])
             for i, sample in enumerate(samples):
-                tables["sample_annotation"].append(
-                    {
-                        "token": f"{token}-{i}",
-                        "sample_token": sample,
-                        "instance_token": token,
-                        "visibility_token": "4",
-                        "attribute_tokens": ATTRIBUTES.get(name, ["vehicle.parked"])
-                        if name != "rack"
-                        else [],
-                        "translation": (start + speed * 0.5 * i).tolist(),
-                        "size": rng.uniform(0.5, 4.0, 3).tolist()
-                        if name != "rack"
-                        else [2.0, 2.0, 2.0],
-                        "rotation": [math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)],
-                        "prev": f"{token}-{i - 1}" if i else "",
-                        "next": f"{token}-{i + 1}" if i + 1 < num else "",
-                        "num_lidar_pts": 0 if index % 3 == 2 else 5,
-                        "num_radar_pts": 0,
-                    }
+                add(
+                    "sample_annotation",
+                    f"{token}-{i}",
+                    sample_token=sample,
+                    instance_token=token,
+                    attribute_tokens=attributes,
+                    translation=(start + speed * 0.5 * i).tolist(),
+                    size=[2.0, 2.0, 2.0] if name == RACK else rng.uniform(0.5, 4.0, 3).tolist(),
+                    rotation=[math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)],
+                    num_lidar_pts=0 if index % 3 == 2 else 5,
+                    num_radar_pts=0,
+                    **neighbours(token, i, num),
                 )
+    tables["splits"] = {"only_0916": ["scene-0916"]}  # type: ignore[assignment]
     (root / "v1.0-mini").mkdir()
     for name, rows in tables.items():
         (root / "v1.0-mini" / f"{name}.json").write_text(json.dumps(rows))
-    own = {"only_0916": ["scene-0916"]}
-    (root / "v1.0-mini" / "splits.json").write_text(json.dumps(own))
     return root
+
+
+def neighbours(stem: str, i: int, num: int) -> dict[str, str]:
+    return {
+        "prev": f"{stem}-{i - 1}" if i else "",
+        "next": f"{stem}-{i + 1}" if i + 1 < num else "",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +128,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def truth_entries(
     tree: Path, version: str = "v1.0-mini", with_points: bool = False
 ) -> dict[str, list[dict]]:
-    """All annotations of detection classes as predictions of score 1, from the JSON tables alone."""
+    """All annotations of detection classes as predictions of score 1, from the JSON tables
+    alone."""
     tables = {
         name: json.loads((tree / version / f"{name}.json").read_text())
         for name in ("category", "instance", "sample", "sample_annotation", "attribute")
@@ -338,7 +278,7 @@ def test_a_custom_split_and_missing_samples(tree: Path) -> None:
     )  # recall 0.1 to 0.5 of 0.1 to 1
 
 
-@pytest.mark.parametrize("results", [{}, dict.fromkeys(VAL, [])])
+@pytest.mark.parametrize("results", [{}, {token: [] for token in VAL}])
 def test_no_prediction_at_all_scores_zero(tree: Path, results: dict) -> None:
     scores = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)
     assert (scores.mAP, scores.NDS, scores.mATE) == (0.0, 0.0, 1.0)

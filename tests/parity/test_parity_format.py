@@ -1,4 +1,5 @@
-"""Boxes, submission and camera matrices against the published data set code (fixture G_nuscenes_format).
+"""Boxes, submission and camera matrices against the published data set code (fixture
+G_nuscenes_format).
 
 The fixture was made by mmdetection3d 0.17.1 and BEVFormer; its boxes are in their *legacy* layout
 ``[x, y, z_bottom, w, l, h, yaw_legacy, vx, vy]`` with ``yaw_legacy = -yaw - pi / 2``.
@@ -35,7 +36,8 @@ SAMPLES = ("s0", "s1", "s2")
 UNKNOWN_VELOCITY_ROW = 3
 """The fixture made this annotation's velocity NaN after the inputs had been stored."""
 DROPPED_ROW = {"ann_valid1": 7, "ann_valid0": 5}
-"""The annotation each of the two validity rules leaves out (flags that the fixture does not hold)."""
+"""The annotation each of the two validity rules leaves out (flags that the fixture does not
+hold)."""
 
 TESTED = {
     *(
@@ -132,8 +134,9 @@ def to_legacy(boxes: Boxes3D) -> Tensor:
 
 
 YAW_ATOL = 1e-3
-"""The published preparation takes yaw from pyquaternion's ``yaw_pitch_roll``, which is that of the box's
-LEFT axis; the metric, and we, take that of its heading. They differ by half the tilt squared [rad]."""
+"""The published preparation takes yaw from pyquaternion's ``yaw_pitch_roll``, which is that of the
+box's LEFT axis; the metric, and we, take that of its heading. They differ by half the tilt squared
+[rad]."""
 
 
 def assert_same_boxes(got: Tensor, wanted: Tensor, atol: float, yaw_atol: float) -> None:
@@ -195,8 +198,8 @@ def test_corners_centres_and_yaw_of_predictions(sample: str) -> None:
     boxes = predictions(sample)
     corners = boxes.corners()
     # Ours: bottom face front left, front right, back right, back left, then the top face.
-    # mmdetection3d: (x0 y0 z0), (x0 y0 z1), (x0 y1 z1), (x0 y1 z0), then x1; there x is the width axis,
-    # which points left -> right at our yaw, and y the heading axis.
+    # mmdetection3d: (x0 y0 z0), (x0 y0 z1), (x0 y1 z1), (x0 y1 z0), then x1; there x is the width
+    # axis, which points left -> right at our yaw, and y the heading axis.
     published = want(f"{sample}/pred_corners")
     order = nearest(published[0], corners[0])
     assert sorted(order) == list(range(8))
@@ -224,8 +227,8 @@ def nearest(points: Tensor, candidates: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("index", range(3))
 def test_the_submission_is_the_published_one(index: int) -> None:
-    """All that was published comes out; what more comes out is what the published code drops itself:
-    boxes beyond their class range, which the evaluator ignores."""
+    """All that was published comes out; what more comes out is what the published code drops
+    itself: boxes beyond their class range, which the evaluator ignores."""
     config = load("config.json")
     sample, token = SAMPLES[index], list(load("results_nusc.json")["results"])[index]
     boxes = predictions(sample)
