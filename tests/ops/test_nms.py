@@ -11,7 +11,9 @@ def greedy(centre: Tensor, score: Tensor, radius: Tensor, group: Tensor, valid: 
     keep: list[int] = []
     for i in score.argsort(descending=True, stable=True).tolist():
         near = (
-            bool((centre[i] - centre[j]).norm() <= radius[j]) and radius[j] > 0 and group[i] == group[j]
+            bool((centre[i] - centre[j]).norm() <= radius[j])
+            and radius[j] > 0
+            and group[i] == group[j]
             for j in keep
         )
         if valid[i] and not any(near):
