@@ -1,0 +1,553 @@
+"""The DALI loader against the plain one, on a tiny rig of files written here."""
+
+import io
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+
+pytest.importorskip("nvidia.dali")
+
+from nvidia.dali import fn
+from nvidia.dali.pipeline import Pipeline
+
+from bev_lightning.data.augment import Augment, compose_image
+from bev_lightning.data.dali import DaliLoader, make_images
+from bev_lightning.data.dali_source import SlotSource, is_whole_jpeg, plan_pixels, read_encoded
+from bev_lightning.data.frame import FrameSource, ImageSource
+from bev_lightning.data.reader import TorchLoader, read_image
+from bev_lightning.data.sample import Annotations, Readings, Sample
+from bev_lightning.data.stream import BatchStream, Schedule
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Batch, CameraInput, Inputs, LidarInput, RadarInput
+
+# Mean absolute difference per image [0..255] and the largest on any channel of any pixel.
+MEAN_TOLERANCE = 0.75
+LARGEST_TOLERANCE = 32.0
+REACH = (-20.0, -20.0, -3.0, 20.0, 20.0, 3.0)
+SIZES = {"CAM_FRONT": (90, 160), "CAM_BACK": (100, 150)}
+INPUTS = Inputs(
+    camera=CameraInput(size=(32, 88), channels=tuple(SIZES)),
+    lidar=LidarInput(range=REACH, sweeps=2, max_points=400),
+    radar=RadarInput(
+        range=REACH, channels=("RADAR_FRONT", "RADAR_BACK_LEFT"), sweeps=1, max_points=20
+    ),
+)
+CLASSES = ("car", "pedestrian")
+NUM_SAMPLES = 5
+
+
+@pytest.fixture
+def frames(tmp_path: Path) -> FrameSource:
+    return make_frames(tmp_path, INPUTS, Augment(image_rotate_deg=(-5.4, 5.4)))
+
+
+def test_batches_equal_the_plain_loaders(frames: FrameSource) -> None:
+    schedule = Schedule(NUM_SAMPLES, batch_size=2, seed=3)
+    batches = list(DaliLoader(num_workers=2, device="cpu").open(frames, schedule, 0, 5))
+    expected = list(TorchLoader(num_workers=0).open(frames, schedule, 0, 5))
+    assert len(batches) == len(expected) == 5
+    assert {int(b.points.count[0]) == int(b.points.count[1]) for b in batches} == {False}  # padded
+    for batch, other in zip(batches, expected, strict=True):
+        assert_equal_batches(batch.validate(), other)
+
+
+def test_images_stay_valid_while_others_are_made(frames: FrameSource) -> None:
+    schedule = Schedule(NUM_SAMPLES, batch_size=1, shuffle=False)
+    batches = DaliLoader(num_workers=0, device="cpu").open(frames, schedule, 0, 8)
+    held = next(batches)
+    before = held.cameras.images.clone(), held.points.features.clone()
+    assert len(list(batches)) == 7
+    assert torch.equal(held.cameras.images, before[0])
+    assert torch.equal(held.points.features, before[1])
+
+
+def test_a_loader_opened_later_goes_on_exactly_there(frames: FrameSource) -> None:
+    schedule = Schedule(NUM_SAMPLES, batch_size=2, seed=1)
+    loader = DaliLoader(num_workers=0, device="cpu")
+    whole = list(loader.open(frames, schedule, 0, 7))
+    rest = list(DaliLoader(num_workers=1, prefetch=3, device="cpu").open(frames, schedule, 4, 7))
+    assert [b.sample_tokens for b in rest] == [b.sample_tokens for b in whole[4:]]
+    for batch, other in zip(rest, whole[4:], strict=True):
+        assert torch.equal(batch.cameras.images, other.cameras.images)
+        assert torch.equal(batch.points.features, other.points.features)
+        assert torch.equal(batch.radar.features, other.radar.features)
+        assert torch.equal(batch.cameras.image_from_lidar, other.cameras.image_from_lidar)
+    assert not torch.equal(rest[0].cameras.images, whole[0].cameras.images)
+
+
+def test_the_stream_resumes_through_the_loader(frames: FrameSource) -> None:
+    schedule = Schedule(NUM_SAMPLES, batch_size=1, seed=2)
+    stream = BatchStream(
+        DaliLoader(num_workers=0, device="cpu"), frames, schedule, num_micro_steps=6
+    )
+    batches = iter(stream)
+    seen = [next(batches).sample_tokens for _ in range(2)]
+    batches.close()
+    assert stream.micro_step == 2
+    seen += [batch.sample_tokens for batch in stream]
+    assert seen == [(frames.tokens[schedule.batch(m)[0][1]],) for m in range(6)]
+
+
+def test_ragged_last_batches_are_short(frames: FrameSource) -> None:
+    schedule = Schedule(NUM_SAMPLES, batch_size=2, shuffle=False, ragged=True)
+    loader = DaliLoader(num_workers=0, device="cpu")
+    batches = list(loader.open(frames, schedule, 0, len(schedule)))
+    assert [batch.size for batch in batches] == [2, 2, 1]
+    assert batches[-1].cameras.images.shape == (1, 2, 3, 32, 88)
+    expected = list(TorchLoader().open(frames, schedule, 0, len(schedule)))
+    assert_equal_batches(batches[-1], expected[-1])
+
+
+def test_history_is_read_too(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, replace(INPUTS, history=2), None)
+    schedule = Schedule(NUM_SAMPLES, batch_size=2, shuffle=False)
+    batch, other = (
+        next(iter(loader.open(frames, schedule, 1, 2)))
+        for loader in (DaliLoader(num_workers=0, device="cpu"), TorchLoader())
+    )
+    assert [past.sample_tokens for past in batch.history] == [("s0", "s1"), ("s1", "s2")]
+    assert_equal_batches(batch, other)
+    for past, expected in zip(batch.history, other.history, strict=True):
+        assert past.targets is None
+        assert_equal_batches(past, expected)
+
+
+@pytest.mark.parametrize(
+    "inputs", [replace(INPUTS, camera=None), replace(INPUTS, lidar=None, radar=None)]
+)
+def test_sensors_left_out_are_absent(tmp_path: Path, inputs: Inputs) -> None:
+    frames = make_frames(tmp_path, inputs, None)
+    schedule = Schedule(NUM_SAMPLES, batch_size=2, shuffle=False)
+    batch, other = (
+        next(iter(loader.open(frames, schedule, 0, 1)))
+        for loader in (DaliLoader(num_workers=0, device="cpu"), TorchLoader())
+    )
+    assert (batch.cameras is None) == (inputs.camera is None)
+    assert (batch.points is None) == (batch.radar is None) == (inputs.lidar is None)
+    assert_equal_batches(batch, other)
+
+
+def half(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+DAMAGE = {
+    "half a file": half,
+    "empty": lambda content: b"",
+    "text": lambda content: b"<html>404 not found</html>\n" * 20,
+    "another size": lambda content: encode(np.zeros((40, 60, 3), np.uint8)),
+    "header only": lambda content: content[:200],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_image_is_named_when_its_batch_is_due(frames: FrameSource, damage: str) -> None:
+    path = damaged_path(frames, 2)
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    schedule = Schedule(NUM_SAMPLES, batch_size=1, shuffle=False)
+    batches = DaliLoader(num_workers=0, device="cpu").open(frames, schedule, 0, 5)
+    assert [next(batches).sample_tokens for _ in range(2)] == [("s0",), ("s1",)]
+    with pytest.raises(InputError, match="sample s2: ") as caught:
+        next(batches)
+    assert str(path) in str(caught.value)
+    with pytest.raises(InputError) as plain:
+        next(TorchLoader().open(frames, schedule, 2, 3))
+    assert str(caught.value) == str(plain.value)
+
+
+def test_an_image_that_vanished_is_named(frames: FrameSource) -> None:
+    path = damaged_path(frames, 0)
+    path.unlink()
+    with pytest.raises(InputError, match=f"sample s0: .*{path.name}"):
+        next(
+            DaliLoader(num_workers=0, device="cpu").open(
+                frames, Schedule(5, 1, shuffle=False), 0, 5
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 30, np.full((4, 5), np.nan, np.float32).tobytes()]
+)
+def test_a_damaged_cloud_is_named(frames: FrameSource, content: bytes) -> None:
+    path = frames.frame(0, 1).lidar[1].path
+    path.write_bytes(content)
+    batches = DaliLoader(num_workers=0, device="cpu").open(
+        frames, Schedule(5, 1, shuffle=False), 1, 5
+    )
+    with pytest.raises(InputError, match=f"sample s1: .*{path.name}"):
+        next(batches)
+
+
+def test_damage_in_the_middle_of_a_scan_is_treated_as_the_plain_loader_does(
+    frames: FrameSource,
+) -> None:
+    """Nothing but a full decode sees it: both decoders must make an image of it, or name the file."""
+    path = damaged_path(frames, 0)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 20] = b"\x55" * 20
+    path.write_bytes(bytes(content))
+    schedule = Schedule(NUM_SAMPLES, batch_size=1, shuffle=False)
+    try:
+        batch = next(DaliLoader(num_workers=0, device="cpu").open(frames, schedule, 0, 1))
+    except InputError as error:
+        assert str(path) in str(error)
+    else:
+        assert batch.validate().sample_tokens == ("s0",)
+
+
+def test_skip_replaces_as_the_plain_loader_does(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, INPUTS, None, on_missing="skip")
+    path = damaged_path(frames, 2)
+    path.write_bytes(half(path.read_bytes()))
+    schedule = Schedule(NUM_SAMPLES, batch_size=2, shuffle=False)
+    loader, plain = DaliLoader(num_workers=0, device="cpu"), TorchLoader()
+    batches = list(loader.open(frames, schedule, 0, 2))
+    expected = list(plain.open(frames, schedule, 0, 2))
+    assert [batch.sample_tokens for batch in batches] == [("s0", "s1"), ("s3", "s3")]
+    assert loader.skipped == plain.skipped
+    assert set(loader.skipped) == {"s2"}
+    assert_equal_batches(batches[1], expected[1])
+
+
+def test_an_error_in_a_worker_arrives_soon_and_leaves_nothing_behind(frames: FrameSource) -> None:
+    path = damaged_path(frames, 1)
+    path.write_bytes(half(path.read_bytes()))
+    before = children()
+    batches = DaliLoader(num_workers=2, device="cpu").open(
+        frames, Schedule(5, 1, shuffle=False), 0, 5
+    )
+    next(batches)
+    assert len(children() - before) >= 2
+    began = time.monotonic()
+    with pytest.raises(InputError, match="sample s1: "):
+        next(batches)
+    assert time.monotonic() - began < 5
+    assert workers_left(before) == set()
+
+
+def test_closing_early_ends_the_workers(frames: FrameSource) -> None:
+    before = children()
+    batches = DaliLoader(num_workers=1, device="cpu").open(frames, Schedule(5, 1), 0, 1000)
+    batch = next(batches)
+    batches.close()
+    assert workers_left(before) == set()
+    assert torch.isfinite(batch.cameras.images).all()
+
+
+def test_a_killed_worker_is_an_error_and_no_hang(frames: FrameSource) -> None:
+    before = children()
+    batches = DaliLoader(num_workers=1, device="cpu").open(frames, Schedule(5, 1), 0, 1000)
+    next(batches)
+    (worker,) = [p for p in children() - before if b"spawn_main" in command_line(p)]
+    os.kill(worker, 9)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="Worker"):
+        for _ in range(50):
+            next(batches)
+    assert time.monotonic() - began < 5
+    assert workers_left(before) == set()
+
+
+@pytest.mark.parametrize(
+    ("resized", "corner", "flip", "angle"),
+    [
+        ((45, 80), (13, -4), False, 0.0),  # reaches beyond the file on both sides
+        ((45, 80), (13, -4), True, 0.0),
+        ((40, 100), (5, 7), True, 0.09),
+        ((120, 213), (60, 61), False, -0.3),  # enlarged
+        ((32, 88), (0, 0), False, 0.0),
+    ],
+)
+def test_pixels_lie_where_the_matrix_says(
+    tmp_path: Path, resized: tuple[int, int], corner: tuple[int, int], flip: bool, angle: float
+) -> None:
+    """A bright dot's centre of mass, and the plan's two maps put together."""
+    matrix = compose_image((90, 160), resized, corner, (32, 88), flip, angle)
+    plan = plan_pixels(matrix, (90, 160), (32, 88))
+    inside = np.linalg.inv(matrix) @ np.array([40.0, 15.0, 1.0])
+    # the resize alone: region start maps to 0, its end to the resized size, in corner coordinates
+    scale = plan.resized / (plan.region_end - plan.region_start)
+    resized_yx = (inside[[1, 0]] + 0.5 - plan.region_start) * scale - 0.5
+    warped = plan.resized_from_network @ np.array([40.0, 15.0, 1.0])
+    np.testing.assert_allclose(warped[[1, 0]], resized_yx, atol=2e-3)
+    if angle == 0:
+        np.testing.assert_allclose(plan.resized_from_network[:2, :2], np.eye(2), atol=1e-6)
+        np.testing.assert_allclose(plan.resized_from_network[:2, 2] % 1, 0, atol=1e-6)
+
+
+def test_an_image_outside_the_network_leaves_black() -> None:
+    plan = plan_pixels(compose_image((90, 160), (45, 80), (0, 500), (32, 88)), (90, 160), (32, 88))
+    assert plan.resized.tolist() == [1, 1]
+    assert (plan.resized_from_network @ np.array([40.0, 15.0, 1.0]))[0] > 1000
+
+
+def test_cheap_check_of_jpegs(tmp_path: Path) -> None:
+    pixels = draw(np.random.default_rng(0), (20, 30))
+    plain, progressive, grey = (
+        encode(pixels),
+        encode(pixels, progressive=True),
+        encode(pixels[..., 0]),
+    )
+    for content in (plain, progressive, grey, plain + b"\0" * 100):
+        assert is_whole_jpeg(content, (20, 30))
+        assert not is_whole_jpeg(content, (30, 20))
+    for cut in (0, 1, 2, 3, 20, len(plain) // 2, len(plain) - 2):
+        assert not is_whole_jpeg(plain[:cut], (20, 30)), cut
+    png = tmp_path / "really_a_png.jpg"
+    Image.fromarray(pixels).save(png, "PNG")
+    content = read_encoded(ImageSource(png, (20, 30), (20, 30), np.eye(3)))
+    assert content.tobytes() == png.read_bytes()
+
+
+def test_source_tells_the_end_and_its_order(frames: FrameSource) -> None:
+    source = SlotSource(frames, Schedule(NUM_SAMPLES, 2, shuffle=False), start=3, stop=5)
+    images, *_, points, _, notes = source(0)
+    expected = [
+        s.path.read_bytes() for position in (0, 1) for s in frames.frame(1, position).images
+    ]
+    assert [image.tobytes() for image in images] == expected
+    assert [len(cloud) > 0 for cloud in points] == [True, False, True, False]
+    assert json.loads(notes[0].tobytes()) == {"skipped": [{}, {}]}
+    with pytest.raises(StopIteration):
+        source(2)
+
+
+def test_wrong_numbers_are_refused() -> None:
+    with pytest.raises(InputError, match="loader.prefetch=0"):
+        DaliLoader(prefetch=0)
+
+
+@pytest.mark.skipif("BEV_NUSCENES_DIR" not in os.environ, reason="BEV_NUSCENES_DIR is unset")
+@pytest.mark.parametrize("rotation", [0.0, 4.0])
+@pytest.mark.parametrize("scale", [0.16, 0.3, 0.5])
+def test_real_images_at_realistic_scales(scale: float, rotation: float) -> None:
+    path = sorted(Path(os.environ["BEV_NUSCENES_DIR"]).glob("samples/CAM_FRONT/*.jpg"))[-1]
+    size = (int(250 * scale * 2), int(700 * scale * 2))
+    resized = (round(900 * scale), round(1600 * scale))
+    corner = (resized[0] - size[0], (resized[1] - size[1]) // 2)
+    matrix = compose_image((900, 1600), resized, corner, size, True, np.radians(rotation))
+    source = ImageSource(path, (900, 1600), size, matrix)
+    image = run_pixels(source)
+    difference = np.abs(image - read_image(source).astype(np.float32))
+    print(scale, rotation, difference.mean(), difference.max(), np.quantile(difference, 0.99))
+    assert difference.mean() < MEAN_TOLERANCE
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_same_batches(frames: FrameSource) -> None:
+    schedule = Schedule(NUM_SAMPLES, batch_size=2, seed=3)
+    batches = list(DaliLoader(num_workers=2, device="cuda").open(frames, schedule, 0, 4))
+    expected = list(TorchLoader(num_workers=0).open(frames, schedule, 0, 4))
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.cameras.images.is_cuda
+        assert batch.points.features.is_cuda
+        assert batch.timestamps.is_cuda
+        assert_equal_batches(batch.to("cpu"), other)
+
+
+def assert_equal_batches(batch: Batch, other: Batch) -> None:
+    """All but the pixels to the bit."""
+    assert batch.sample_tokens == other.sample_tokens
+    assert batch.scene_tokens == other.scene_tokens
+    for name in (
+        "timestamps",
+        "has_previous",
+        "global_from_lidar",
+        "global_from_ego",
+        "lidar_from_previous_lidar",
+        "can_bus",
+    ):
+        assert torch.equal(getattr(batch, name), getattr(other, name)), name
+    assert (batch.targets is None) == (other.targets is None)
+    if batch.targets is not None and other.targets is not None:
+        for name in ("centre", "size", "yaw", "label", "valid"):
+            assert torch.equal(getattr(batch.targets, name), getattr(other.targets, name)), name
+    for name in ("points", "radar"):
+        mine, theirs = getattr(batch, name), getattr(other, name)
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert torch.equal(mine.count, theirs.count)
+            assert int(mine.count.min()) > 0
+            assert torch.equal(mine.features, theirs.features)
+    assert (batch.cameras is None) == (other.cameras is None)
+    if batch.cameras is not None and other.cameras is not None:
+        assert torch.equal(batch.cameras.image_from_lidar, other.cameras.image_from_lidar)
+        std = torch.tensor(INPUTS.camera.std)[:, None, None]
+        difference = ((batch.cameras.images - other.cameras.images) * std).abs()
+        assert difference.mean(dim=(2, 3, 4)).max() < MEAN_TOLERANCE
+        assert difference.max() < LARGEST_TOLERANCE
+
+
+def run_pixels(source: ImageSource) -> np.ndarray:
+    """``(H, W, 3)`` 0..255 of one image through the loader's own graph."""
+    plan = plan_pixels(source.network_from_original, source.original_size, source.size)
+    camera = CameraInput(source.size, ("CAM_FRONT",), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    arrays = (
+        read_encoded(source), plan.region_start, plan.region_end, plan.resized, plan.resized_from_network
+    )  # fmt: skip
+    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None)
+    with pipeline:
+        nodes = [fn.external_source(Repeat(array)) for array in arrays]
+        pipeline.set_outputs(make_images(*nodes, camera, torch.device("cpu")))
+    (images,) = pipeline.run()
+    return np.array(images[0]).transpose(1, 2, 0)
+
+
+class Repeat:
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __call__(self) -> list[np.ndarray]:
+        return [self.array]
+
+
+def damaged_path(frames: FrameSource, position: int) -> Path:
+    return frames.frame(0, position).images[1].path
+
+
+def children() -> set[int]:
+    """Processes that this one started."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == os.getpid() and fields[0] != "Z":
+                found.add(int(entry.name))
+    return found
+
+
+def command_line(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def workers_left(before: set[int]) -> set[int]:
+    """New processes after a moment's grace, without Python's resource tracker, which stays for good."""
+    for _ in range(40):
+        left = {p for p in children() - before if b"resource_tracker" not in command_line(p)}
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
+
+
+def make_frames(
+    root: Path, inputs: Inputs, augment: Augment | None, on_missing: str = "error"
+) -> FrameSource:
+    rng = np.random.default_rng(7)
+    samples = {f"s{number}": make_sample(root, number, rng) for number in range(NUM_SAMPLES)}
+    # A bound method of a dict travels to the workers without this module.
+    index = SimpleNamespace(root=root, sample=samples.__getitem__)
+    return FrameSource(
+        index, list(samples), inputs, CLASSES, augment, seed=5, on_missing=on_missing
+    )
+
+
+def make_sample(root: Path, number: int, rng: np.random.Generator) -> Sample:
+    now = 1_000_000 * number
+    rows = []
+
+    def add(channel: str, depth: int, content: bytes, size: tuple[int, int] = (0, 0)) -> None:
+        path = root / "samples" / channel / f"{number}_{depth}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        pose = np.r_[number + 0.1 * depth, 0.5, 0.0, np.cos(0.1 * depth), 0, 0, np.sin(0.1 * depth)]
+        mount = np.r_[0.2, 0.1, 0.4, np.cos(0.3), np.sin(0.3), 0, 0]
+        lens = np.array([[100.0, 0, 80], [0, 100, 45], [0, 0, 1]])
+        time_us = now - 50_000 * depth
+        rows.append((channel, depth, str(path.relative_to(root)), time_us, mount, pose, lens, size))
+
+    for channel, size in SIZES.items():
+        add(channel, 0, encode(draw(rng, size)), size)
+    for depth in range(3 if number else 1):
+        cloud = rng.uniform(-25, 25, (int(rng.integers(60, 200)), 5)).astype(np.float32)
+        cloud[:, 2] /= 10
+        add("LIDAR_TOP", depth, cloud.tobytes())
+    for channel in ("RADAR_FRONT", "RADAR_BACK_LEFT"):
+        for depth in range(2):
+            add(channel, depth, encode_radar(rng, int(rng.integers(3, 9))))
+    columns = list(zip(*rows, strict=True))
+    readings = Readings(
+        columns[0],
+        np.array(columns[1]),
+        columns[2],
+        columns[2],
+        np.array(columns[3]),
+        np.stack(columns[4]),
+        np.stack(columns[5]),
+        np.stack(columns[6]),
+        np.array(columns[7]),
+    )
+    num = number + 1
+    boxes = Annotations(
+        ("",) * num,
+        ("",) * num,
+        ("",) * num,
+        ("car", "pedestrian", "", "car", "pedestrian")[:num],
+        ("",) * num,
+        rng.uniform(-8, 8, (num, 3)),
+        rng.uniform(1, 4, (num, 3)),
+        np.tile([1.0, 0, 0, 0], (num, 1)),
+        rng.uniform(-1, 1, (num, 3)),
+        np.full(num, 5),
+        np.zeros(num, np.int64),
+        np.full(num, 4),
+    )
+    before, after = f"s{number - 1}" if number else "", f"s{number + 1}"
+    after = after if number + 1 < NUM_SAMPLES else ""
+    return Sample(
+        f"s{number}", "scene", "scene-0001", now, before, after, readings, boxes, np.zeros(18), True
+    )
+
+
+def draw(rng: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
+    """``(H, W, 3)`` uint8 with smooth shades and sharp edges."""
+    height, width = size
+    image = Image.fromarray(rng.integers(0, 255, (5, 7, 3), np.uint8)).resize((width, height))
+    canvas = ImageDraw.Draw(image)
+    for _ in range(6):
+        x, y = rng.uniform(0, width), rng.uniform(0, height)
+        colour = tuple(int(v) for v in rng.integers(0, 255, 3))
+        canvas.rectangle([x, y, x + width / 5, y + height / 6], fill=colour)
+    return np.asarray(image)
+
+
+def encode(pixels: np.ndarray, progressive: bool = False) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=90, progressive=progressive)
+    return buffer.getvalue()
+
+
+def encode_radar(rng: np.random.Generator, num: int) -> bytes:
+    """nuScenes' radar layout."""
+    kinds = {
+        "x": "f4", "y": "f4", "z": "f4", "dyn_prop": "i1", "id": "i2", "rcs": "f4", "vx": "f4", "vy": "f4",
+        "vx_comp": "f4", "vy_comp": "f4", "is_quality_valid": "i1", "ambig_state": "i1", "x_rms": "i1",
+        "y_rms": "i1", "invalid_state": "i1", "pdh0": "i1", "vx_rms": "i1", "vy_rms": "i1",
+    }  # fmt: skip
+    returns = np.zeros(num, np.dtype([(name, f"<{kind}") for name, kind in kinds.items()]))
+    for name in ("x", "y", "rcs", "vx_comp", "vy_comp"):
+        returns[name] = rng.uniform(-8, 8, num)
+    returns["ambig_state"] = 3
+    header = (
+        f"# .PCD v0.7 - Point Cloud Data file format\nVERSION 0.7\nFIELDS {' '.join(kinds)}\n"
+        f"SIZE {' '.join(kind[1] for kind in kinds.values())}\n"
+        f"TYPE {' '.join(kind[0].upper() for kind in kinds.values())}\n"
+        f"COUNT {' '.join('1' for _ in kinds)}\nWIDTH {num}\nHEIGHT 1\nVIEWPOINT 0 0 0 1 0 0 0\n"
+        f"POINTS {num}\nDATA binary\n"
+    )
+    return header.encode() + returns.tobytes()
