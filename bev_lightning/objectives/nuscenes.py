@@ -188,8 +188,8 @@ class NuScenesEvaluator:
         if missing:
             raise InputError(
                 f"{len(missing)} of the {len(tokens)} samples to evaluate on, such as "
-                f"{missing[0]}, are not in the tables {self.root / self.version}; set data.root and data.version "
-                "to the tree they were taken from"
+                f"{missing[0]}, are not in the tables {self.root / self.version}; set data.root "
+                "and data.version to the tree they were taken from"
             )
         outside = [token for token in results if token not in set(tokens)]
         if outside:

@@ -153,7 +153,8 @@ def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
     if over_limit:
         _say_once(
             f"{over_limit} predicted boxes were left out: nuScenes allows "
-            f"{MAX_BOXES_PER_SAMPLE} boxes a sample and those of highest score were kept (first in sample {first_over})"
+            f"{MAX_BOXES_PER_SAMPLE} boxes a sample and those of highest score were kept "
+            f"(first in sample {first_over})"
         )
     return cleaned, Refused(invalid, over_limit)
 

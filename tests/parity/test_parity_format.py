@@ -1,5 +1,4 @@
-"""Boxes, submission and camera matrices against the published data set code (fixture
-G_nuscenes_format).
+"""Boxes, submission, cameras and CAN bus against published code (fixture G_nuscenes_format).
 
 The fixture was made by mmdetection3d 0.17.1 and BEVFormer; its boxes are in their *legacy* layout
 ``[x, y, z_bottom, w, l, h, yaw_legacy, vx, vy]`` with ``yaw_legacy = -yaw - pi / 2``.
@@ -10,6 +9,7 @@ import math
 import os
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bev_lightning.data import tables
+from bev_lightning.data.sample import can_bus_change
 from bev_lightning.objectives.submission import to_entries
 from bev_lightning.structures.boxes import Boxes3D
 from bev_lightning.structures.geometry import (
@@ -58,14 +60,13 @@ TESTED = {
         )
     ),
     "bevformer/f0/lidar2img",
-}
-ELSEWHERE = {
-    # The CAN bus vector of BEVFormer: absolute pose, then change since the previous frame.
     *(
         f"bevformer/f{i}/{name}"
         for i in range(5)
         for name in ("can_bus_abs", "can_bus_delta", "prev_bev_exists")
     ),
+}
+ELSEWHERE = {
     # The box code of BEVFormer's head.
     "normalize_bbox_s0",
     "denormalize_bbox_s0",
@@ -287,3 +288,22 @@ def test_camera_matrices_are_the_published_ones() -> None:
     torch.testing.assert_close(
         torch.stack(matrices), want("bevformer/f0/lidar2img"), atol=1e-9, rtol=1e-9
     )
+
+
+def test_the_can_bus_vector_is_the_published_one() -> None:
+    scenes = "AABBB"
+    frames: list[Any] = []
+    for i in range(5):
+        prefix = f"bevformer/f{i}"
+        position = read(f"{prefix}/ego2global_translation"), read(f"{prefix}/ego2global_rotation")
+        vector = tables._can_bus(
+            torch.cat(position).numpy(), read(f"{prefix}/raw_can_bus")[7:16].numpy()
+        )
+        np.testing.assert_allclose(vector, want(f"{prefix}/can_bus_abs").numpy(), atol=1e-9)
+        frames.append(SimpleNamespace(can_bus=vector))
+    for i, frame in enumerate(frames):
+        previous = frames[i - 1] if i and scenes[i] == scenes[i - 1] else None
+        assert bool(want(f"bevformer/f{i}/prev_bev_exists")) == (previous is not None)
+        change = can_bus_change(frame, previous)
+        published = want(f"bevformer/f{i}/can_bus_delta").numpy()
+        np.testing.assert_allclose(change, published, atol=1e-9)
