@@ -136,8 +136,8 @@ class TransFusionHead(nn.Module):
             query = layer(query, features, position, self.positions)
             # The cells of a large map do not fit half precision: add and keep them in float32.
             outputs = {
-                name: branch(query).transpose(1, 2).float() for name, branch in branches.items()  #
-                    type: ignore[operator]
+                name: branch(query).transpose(1, 2).float()
+                for name, branch in branches.items()  # type: ignore[operator]
             }
             outputs["centre"] = outputs["centre"] + position
             logits.append(outputs.pop("logits"))

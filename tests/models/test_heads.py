@@ -20,15 +20,22 @@ CLASSES = 10
 
 def make_transfusion(**options: Any) -> TransFusionHead:
     torch.manual_seed(0)
-    settings: dict[str, Any] = dict(
-        grid=GRID, in_channels=6, channels=16, num_queries=8, num_heads=4, ffn_channels=16
-    )
-    return TransFusionHead(**(settings | dict(branch_channels=8) | options)).eval()
+    settings: dict[str, Any] = {
+        "grid": GRID,
+        "in_channels": 6,
+        "channels": 16,
+        "num_queries": 8,
+        "num_heads": 4,
+        "ffn_channels": 16,
+        "branch_channels": 8,
+    }
+    return TransFusionHead(**(settings | options)).eval()
 
 
 def make_centre(**options: Any) -> CentreHead:
     torch.manual_seed(0)
-    return CentreHead(**(dict(grid=GRID, in_channels=6, channels=8, num_boxes=8) | options)).eval()
+    settings: dict[str, Any] = {"grid": GRID, "in_channels": 6, "channels": 8, "num_boxes": 8}
+    return CentreHead(**(settings | options)).eval()
 
 
 class Fixed(nn.Module):

@@ -38,8 +38,9 @@ def plain_radius(length: float, width: float, overlap: float) -> float:
     return min(r1, r2, r3)
 
 
-def plain_heatmap(boxes: Boxes3D, grid: BevGrid, classes: int, overlap: float, least: int) ->
-Tensor:
+def plain_heatmap(
+    boxes: Boxes3D, grid: BevGrid, classes: int, overlap: float, least: int
+) -> Tensor:
     height, width = grid.shape
     heatmap = torch.zeros(classes, height, width)
     for m in range(boxes.num):
@@ -47,8 +48,9 @@ Tensor:
         length, breadth = boxes.size[m, :2].tolist()
         if not math.isfinite(x + y):
             continue
-        i, j = math.floor((x - grid.range[0]) / grid.cell[0]), math.floor((y - grid.range[1]) /
-        grid.cell[1]) if not (0 <= i < width and 0 <= j < height):
+        i = math.floor((x - grid.range[0]) / grid.cell[0])
+        j = math.floor((y - grid.range[1]) / grid.cell[1])
+        if not (0 <= i < width and 0 <= j < height):
             continue
         r = max(least, int(plain_radius(length / grid.cell[1], breadth / grid.cell[0], overlap)))
         sigma = (2 * r + 1) / 6

@@ -60,7 +60,7 @@ def make_head(
     config: Mapping[str, Any], height_shift: float = 0.0, circle_radius_m: float | None = None
 ) -> TransFusionHead:
     coder = config["bbox_coder"]
-    settings: dict[str, Any] = dict(
+    return TransFusionHead(
         grid=make_grid(config),
         in_channels=config["in_channels"],
         num_classes=config["num_classes"],
@@ -78,8 +78,7 @@ def make_head(
             circle_radius_m=circle_radius_m,
             circle_classes=(8, 9),
         ),
-    )
-    return TransFusionHead(**settings).eval()
+    ).eval()
 
 
 def make_objective(config: Mapping[str, Any]) -> TransFusionObjective:
