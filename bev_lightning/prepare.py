@@ -1,5 +1,8 @@
-"""``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``: make the index of a data set
-and report what it holds. Training makes the index itself where it is absent; this shows it first."""
+"""``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``: make the index of a
+data set and report what it holds.
+
+Training makes the index itself where it is absent; this shows first what there is.
+"""
 
 from omegaconf import DictConfig
 
@@ -8,7 +11,8 @@ from bev_lightning.config import entry
 
 @entry("prepare")
 def main(cfg: DictConfig) -> None:
-    """Make the data set (``data=synthetic``) and its index, print the report and write prepare.json."""
+    """Make the data set (``data=synthetic``) and its index, print the report and write
+    prepare.json."""
     import json
     import time
     from pathlib import Path

@@ -8,7 +8,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Augment:
-    """What training varies. Everything is drawn uniformly, with the defaults of the published BEVFusion.
+    """What training varies. Everything is drawn uniformly, with the defaults of the published
+    BEVFusion.
 
     Attributes:
         image_scale: relative to the scale at which the image just covers the network's input.
@@ -32,14 +33,24 @@ class Augment:
     bev_translate_std_m: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
-        for name in ("image_scale", "image_crop_bottom", "image_rotate_deg", "bev_rotate_deg", "bev_scale"):
+        for name in (
+            "image_scale",
+            "image_crop_bottom",
+            "image_rotate_deg",
+            "bev_rotate_deg",
+            "bev_scale",
+        ):
             low, high = (float(v) for v in getattr(self, name))
             if low > high:
-                raise ValueError(f"Augment.{name} is {low}..{high}: the first number must be the smaller")
+                raise ValueError(
+                    f"Augment.{name} is {low}..{high}: the first number must be the smaller"
+                )
             object.__setattr__(self, name, (low, high))
         if self.image_scale[0] <= 0 or self.bev_scale[0] <= 0:
             raise ValueError("Augment.image_scale and bev_scale must be positive")
-        object.__setattr__(self, "bev_translate_std_m", tuple(float(v) for v in self.bev_translate_std_m))
+        object.__setattr__(
+            self, "bev_translate_std_m", tuple(float(v) for v in self.bev_translate_std_m)
+        )
 
 
 def draw_bev(augment: Augment, rng: np.random.Generator) -> np.ndarray:
@@ -60,7 +71,10 @@ def draw_bev(augment: Augment, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw_image(
-    augment: Augment, rng: np.random.Generator, original_size: tuple[int, int], size: tuple[int, int]
+    augment: Augment,
+    rng: np.random.Generator,
+    original_size: tuple[int, int],
+    size: tuple[int, int],
 ) -> np.ndarray:
     """``network_from_original`` ``(3, 3)`` float64 of one image: resize, crop, flip, rotation.
 
@@ -79,10 +93,13 @@ def draw_image(
 
 
 def fit_image(original_size: tuple[int, int], size: tuple[int, int]) -> np.ndarray:
-    """``network_from_original`` of evaluation, ``(3, 3)``: the smallest scale at which the image covers
-    the input, the middle of its width and the bottom of its height (the top is sky), as BEVFusion crops."""
+    """``network_from_original`` of evaluation, ``(3, 3)``: the smallest scale at which the image
+    covers the input, the middle of its width and the bottom of its height (the top is sky), as
+    BEVFusion crops."""
     height, width = _scaled(original_size, _cover(original_size, size))
-    return compose_image(original_size, (height, width), (height - size[0], (width - size[1]) // 2), size)
+    return compose_image(
+        original_size, (height, width), (height - size[0], (width - size[1]) // 2), size
+    )
 
 
 def compose_image(
@@ -93,8 +110,8 @@ def compose_image(
     flip: bool = False,
     angle: float = 0.0,
 ) -> np.ndarray:
-    """The affine map ``(3, 3)`` of a resize to ``resized``, a crop of ``size`` at ``corner`` (top, left;
-    may lie outside, which leaves black), a left-right flip and a rotation by ``angle`` [rad],
+    """The affine map ``(3, 3)`` of a resize to ``resized``, a crop of ``size`` at ``corner`` (top,
+    left; may lie outside, which leaves black), a left-right flip and a rotation by ``angle`` [rad],
     counter-clockwise as seen, about the centre. All sizes are height, width."""
     sx, sy = resized[1] / original_size[1], resized[0] / original_size[0]
     # Pixel CENTRES at integers: scaling acts on u + 0.5.
@@ -105,12 +122,17 @@ def compose_image(
             [0.0, 0.0, 1.0],
         ]
     )
-    mirror = np.array([[-1.0, 0.0, size[1] - 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]) if flip else np.eye(3)
+    mirror = (
+        np.array([[-1.0, 0.0, size[1] - 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+        if flip
+        else np.eye(3)
+    )
     return rotate_image(size, angle) @ mirror @ crop
 
 
 def rotate_image(size: tuple[int, int], angle: float) -> np.ndarray:
-    """Pixel map ``(3, 3)`` of a rotation by ``angle`` [rad] about the centre of an image of ``size``."""
+    """Pixel map ``(3, 3)`` of a rotation by ``angle`` [rad] about the centre of an image of
+    ``size``."""
     cos, sin = math.cos(angle), math.sin(angle)
     centre = np.array([(size[1] - 1) / 2, (size[0] - 1) / 2])
     linear = np.array([[cos, sin], [-sin, cos]])  # v points down

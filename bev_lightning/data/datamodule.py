@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from bev_lightning.data.augment import Augment
 from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.index import Index, build_index
+from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, Schedule
 from bev_lightning.data.synthetic import SyntheticSpec, generate
 from bev_lightning.errors import InputError
@@ -20,14 +21,15 @@ from bev_lightning.structures import Inputs
 class DetectionDataModule(LightningDataModule):
     """Reads a nuScenes data set for one model.
 
-    Training reads an endless stream whose order and augmentation are functions of the seed; evaluation reads
-    its split in order, dealt out to the ranks, each of which makes the same number of steps. Where samples do
+    Training reads an endless stream whose order and augmentation are functions of the seed;
+    evaluation reads its split in order, dealt out to the ranks, each of which makes the same number
+    of steps. Where samples do
     not divide evenly, a rank may repeat one: drop repeats by sample token.
 
     Attributes:
         index: the data set's index, from :meth:`setup` on.
-        stream: training's batches, from :meth:`train_dataloader` on; ``seconds_waited`` tells how long
-            the model waited for them.
+        stream: training's batches, from :meth:`train_dataloader` on; ``seconds_waited`` tells how
+            long the model waited for them.
     """
 
     def __init__(
@@ -55,9 +57,9 @@ class DetectionDataModule(LightningDataModule):
             version: folder of the tables.
             train_split, val_split: official splits, or ones of the version folder's splits.json.
             batch_size, val_batch_size: samples per process.
-            on_missing: what to do with samples whose files are missing or cannot be read: stop with a
-                sentence, or leave them out (missing) or replace them by the next (unreadable), counted
-                and reported at the end.
+            on_missing: what to do with samples whose files are missing or cannot be read: stop with
+                a sentence, or leave them out (missing) or replace them by the next (unreadable),
+                counted and reported at the end.
             classes: names in the order of the labels.
             num_workers: processes that make the synthetic data set and look at the tables.
             inputs: what the model reads.
@@ -69,7 +71,24 @@ class DetectionDataModule(LightningDataModule):
         """
         super().__init__()
         if on_missing not in ("error", "skip"):
-            raise InputError(f"data.on_missing={on_missing} is neither error nor skip")
+            raise InputError(f"data.on_missing={on_missing} is unknown: use error or skip")
+        unknown = [name for name in classes if name not in DETECTION_CLASSES]
+        if unknown or len(set(classes)) != len(classes) or not classes:
+            raise InputError(
+                f"data.classes={list(classes)}: "
+                f"{f'{unknown} are unknown' if unknown else 'names repeat or lack'}; "
+                f"choose from {', '.join(DETECTION_CLASSES)}"
+            )
+        if batch_size < 1 or val_batch_size < 1:
+            raise InputError(
+                f"data.batch_size={batch_size} and data.val_batch_size={val_batch_size} must be 1 "
+                f"or more"
+            )
+        if synthetic is not None and synthetic.version != version:
+            raise InputError(
+                f"data.version={version} but data.synthetic.version={synthetic.version}: set both "
+                f"alike"
+            )
         self.root = root
         self.version = version
         self.train_split = train_split
@@ -91,7 +110,8 @@ class DetectionDataModule(LightningDataModule):
         self._state: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
-        """Once per node: make the synthetic data set and the index where they are absent or out of date."""
+        """Once per node: make the synthetic data set and the index where they are absent or out of
+        date."""
         if self.synthetic is not None:
             generate(Path(self.root), self.synthetic, self.num_workers)
         build_index(self.root, self.version, self.cache_dir, self.num_workers)
@@ -107,6 +127,13 @@ class DetectionDataModule(LightningDataModule):
         """
         if self.index is None:
             self.index = build_index(self.root, self.version, self.cache_dir, self.num_workers)
+            absent = self.index.scenes_without_can_bus
+            if absent:
+                rank_zero_warn(
+                    f"{len(absent)} scenes have no CAN bus file, their ego motion comes from the "
+                    f"ego "
+                    f"poses: {', '.join(absent)}"
+                )
         if stage in (None, "fit") and "train" not in self._frames:
             self._frames["train"] = self._source(self.train_split, self.augment)
         if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
@@ -179,7 +206,8 @@ class DetectionDataModule(LightningDataModule):
         skipped: dict[str, str] = getattr(self.loader, "skipped", {})
         if skipped:
             warnings.warn(
-                f"{len(skipped)} samples could not be read and were replaced by others (data.on_missing=skip), "
+                f"{len(skipped)} samples could not be read and were replaced by others "
+                f"(data.on_missing=skip), "
                 f"first: {next(iter(skipped.values()))}",
                 stacklevel=2,
             )
@@ -200,7 +228,8 @@ class DetectionDataModule(LightningDataModule):
         )
         if source.dropped:
             rank_zero_warn(
-                f"{len(source.dropped)} of {len(source.dropped) + len(source)} samples of the split "
+                f"{len(source.dropped)} of {len(source.dropped) + len(source)} samples of the "
+                f"split "
                 f"{split} are left out because files are missing (data.on_missing=skip), first: "
                 f"{next(iter(source.dropped.values()))}"
             )

@@ -1,8 +1,8 @@
 """What to read for one sample, and everything about it that needs no reading.
 
-A loader turns a :class:`Frame` into a batch of one: it reads the files, maps them with the matrices that
-are given here, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch``. Geometry is decided
-here once, so that every loader agrees on it.
+A loader turns a :class:`Frame` into a batch of one: it reads the files, maps them with the matrices
+that are given here, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch``. Geometry is
+decided here once, so that every loader agrees on it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,12 @@ from torch import Tensor
 from bev_lightning.data.augment import Augment, draw_bev, draw_image, fit_image
 from bev_lightning.data.index import Index, find_missing
 from bev_lightning.data.sample import (
-    LIDAR, Sample, can_bus_change, global_from_lidar_of, global_from_sensor, pose_to_transform
+    LIDAR,
+    Sample,
+    can_bus_change,
+    global_from_lidar_of,
+    global_from_sensor,
+    pose_to_transform,
 )
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, Boxes3D, Inputs
@@ -32,8 +37,9 @@ class ImageSource:
         path: the JPEG.
         original_size: height, width the file must have [pixels].
         size: height, width of the network's image [pixels].
-        network_from_original: ``(3, 3)`` float64 affine map of pixels: resize, crop, flip and rotation in
-            one. Pixel CENTRES lie at integers (OpenCV's convention; DALI puts them at +0.5).
+        network_from_original: ``(3, 3)`` float64 affine map of pixels: resize, crop, flip and
+            rotation in one. Pixel CENTRES lie at integers (OpenCV's convention; DALI puts them at
+            +0.5).
     """
 
     path: Path
@@ -101,19 +107,20 @@ class Frame:
 class FrameSource:
     """The frames of some samples.
 
-    :meth:`frame` is a pure function of (seed, epoch, position), whoever calls it and in whatever order, so
-    it gives the same frame in any worker, on any rank, and again after a resume. A position is an index
-    into :attr:`tokens`.
+    :meth:`frame` is a pure function of (seed, epoch, position), whoever calls it and in whatever
+    order, so it gives the same frame in any worker, on any rank, and again after a resume. A
+    position is an index into :attr:`tokens`.
 
-    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames. Where the scene (or
-    what is present of it) has fewer before this one, its first frame is repeated with ``has_previous``
-    False, and so is the oldest entry in every other case: nothing in the queue precedes it. A temporal
-    model that starts afresh wherever ``has_previous`` is False thus gets exactly the frames there are, never
-    those of another scene, and batches stack.
+    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames. Where the
+    scene (or what is present of it) has fewer before this one, its first frame is repeated with
+    ``has_previous`` False, and so is the oldest entry in every other case: nothing in the queue
+    precedes it. A temporal model that starts afresh wherever ``has_previous`` is False thus gets
+    exactly the frames there are, never those of another scene, and batches stack.
 
     Attributes:
         tokens: sample tokens, in order.
-        dropped: sentence for each sample left out because files are missing (``on_missing="skip"``), by token.
+        dropped: sentence for each sample left out because files are missing
+            (``on_missing="skip"``), by token.
     """
 
     def __init__(
@@ -140,10 +147,10 @@ class FrameSource:
             seed: of the augmentation.
             on_missing: refuse samples whose files are missing, or leave them out.
             with_targets: False leaves ``Batch.targets`` None.
-            min_points: lidar and radar points (as counted in the tables) a box must hold to be a target;
-                the nuScenes metric leaves out boxes without points too.
-            target_range: a target's centre must lie in its x and y limits after augmentation; by default
-                the lidar's, else the radar's, else no limit. z is not limited.
+            min_points: lidar and radar points (as counted in the tables) a box must hold to be a
+                target; the nuScenes metric leaves out boxes without points too.
+            target_range: a target's centre must lie in its x and y limits after augmentation; by
+                default the lidar's, else the radar's, else no limit. z is not limited.
 
         Raises:
             InputError: a file is missing and on_missing is "error", or no sample is left.
@@ -176,7 +183,9 @@ class FrameSource:
         while len(chain) <= self.inputs.history and chain[0].previous in self._kept:
             chain.insert(0, self.index.sample(chain[0].previous))
         before = chain[-2] if len(chain) > 1 else None
-        if before is None and sample.previous in self._kept:  # no queue, but the change of pose counts
+        if (
+            before is None and sample.previous in self._kept
+        ):  # no queue, but the change of pose counts
             before = self.index.sample(sample.previous)
         current = self._build(sample, before, augmented_from_lidar, maps, self.with_targets)
         past = [
@@ -217,7 +226,9 @@ class FrameSource:
         lidar_from_previous = np.eye(4)
         if previous is not None:
             lidar_from_previous = (
-                lidar_from_global @ global_from_lidar_of(previous) @ np.linalg.inv(augmented_from_lidar)
+                lidar_from_global
+                @ global_from_lidar_of(previous)
+                @ np.linalg.inv(augmented_from_lidar)
             )
         reference = sample.readings.find(LIDAR)[0]
         batch = Batch(
@@ -269,7 +280,11 @@ class FrameSource:
         matrices = lidar_from_global @ global_from_sensor(readings, rows)
         now = readings.timestamp[rows[0]]
         return tuple(
-            LidarSource(self.index.root / readings.path[row], matrix, float(now - readings.timestamp[row]) * 1e-6)
+            LidarSource(
+                self.index.root / readings.path[row],
+                matrix,
+                float(now - readings.timestamp[row]) * 1e-6,
+            )
             for row, matrix in zip(rows, matrices, strict=True)
         )
 
@@ -299,12 +314,16 @@ class FrameSource:
     def _targets(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
         """``(1, M)`` boxes in the augmented model frame, those that are left after the filters."""
         boxes = sample.annotations
-        label = np.array([_position(self.classes, name) for name in boxes.detection], dtype=np.int64)
+        label = np.array(
+            [_position(self.classes, name) for name in boxes.detection], dtype=np.int64
+        )
         keep = (label >= 0) & (boxes.num_lidar_pts + boxes.num_radar_pts >= self.min_points)
         label = label[keep]
         linear = lidar_from_global[:3, :3]
         scale = abs(np.linalg.det(linear)) ** (1 / 3)
-        heading = pose_to_transform(np.pad(boxes.rotation[keep], ((0, 0), (3, 0))))[:, :3, 0] @ linear.T
+        heading = (
+            pose_to_transform(np.pad(boxes.rotation[keep], ((0, 0), (3, 0))))[:, :3, 0] @ linear.T
+        )
         # As in the published code the vertical velocity is dropped BEFORE the rotation.
         velocity = boxes.velocity[keep] * (1, 1, 0) @ linear.T
         centre = boxes.centre[keep] @ linear.T + lidar_from_global[:3, 3]
@@ -342,7 +361,8 @@ def _sort_out_missing(
             rows = sample.readings.find(channel)[: sweeps + 1]
             if not rows or sample.readings.depth[rows[0]] != 0:
                 dropped[token] = (
-                    f"sample {token} ({sample.scene_name}) has no {channel} record in the tables of "
+                    f"sample {token} ({sample.scene_name}) has no {channel} record in the tables "
+                    f"of "
                     f"{index.root}, and the model reads that sensor"
                 )
             needs[token] += [sample.readings.path[row] for row in rows]
@@ -353,8 +373,10 @@ def _sort_out_missing(
             dropped[token] = f"sample {token} needs {index.root / gone[0]}, which is missing"
     if dropped and on_missing == "error":
         raise InputError(
-            f"{next(iter(dropped.values()))} ({len(dropped)} of {len(tokens)} samples lack files): download "
-            f"the files, read fewer sensors or sweeps, or set data.on_missing=skip to leave such samples out"
+            f"{next(iter(dropped.values()))} ({len(dropped)} of {len(tokens)} samples lack "
+            f"files): download "
+            f"the files, read fewer sensors or sweeps, or set data.on_missing=skip to leave such "
+            f"samples out"
         )
     kept = tuple(token for token in tokens if token not in dropped)
     if not kept:

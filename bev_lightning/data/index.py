@@ -1,7 +1,7 @@
 """The index: what the tables say about each key frame, in one memory-mapped Arrow file.
 
-It lies under the cache, never in the data root, and is made anew when the tables changed. It opens in
-milliseconds and is shared by all workers and ranks through the page cache.
+It lies under the cache, never in the data root, and is made anew when the tables changed. It opens
+in milliseconds and is shared by all workers and ranks through the page cache.
 """
 
 import contextlib
@@ -70,13 +70,16 @@ class Index:
         self.version: str = notes["version"]
         if self.schema_version != SCHEMA_VERSION:
             raise InputError(
-                f"the index {path} has schema {self.schema_version}, this program reads {SCHEMA_VERSION}: "
+                f"the index {path} has schema {self.schema_version}, this program reads "
+                f"{SCHEMA_VERSION}: "
                 f"remove the file and run python -m bev_lightning.prepare again"
             )
         self.splits = {name: tuple(scenes) for name, scenes in notes["splits"].items()}
         self.scenes_without_can_bus = tuple(notes["scenes_without_can_bus"])
         self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        self.tokens = [token for batch in self._batches for token in batch.column("token").to_pylist()]
+        self.tokens = [
+            token for batch in self._batches for token in batch.column("token").to_pylist()
+        ]
         self._rows = {token: row for row, token in enumerate(self.tokens)}
 
     def __reduce__(self) -> tuple[type["Index"], tuple[Path, Path]]:
@@ -107,7 +110,10 @@ class Index:
                 values[name] = flat.to_numpy(zero_copy_only=False).reshape(stop - start, *shape)
             parts[part] = values
         return Sample(
-            **{name: batch.column(name)[row].as_py() for name in (*_SAMPLE_TEXT, "timestamp", "from_can_bus")},
+            **{
+                name: batch.column(name)[row].as_py()
+                for name in (*_SAMPLE_TEXT, "timestamp", "from_can_bus")
+            },
             readings=Readings(**parts["readings"]),  # type: ignore[arg-type]
             annotations=Annotations(**parts["annotations"]),  # type: ignore[arg-type]
             can_bus=np.array(batch.column("can_bus")[row].as_py()),
@@ -121,8 +127,10 @@ class Index:
         """
         if name not in self.splits:
             raise InputError(
-                f"no scene of the split '{name}' is in {self.version} of {self.root}; it has scenes of: "
-                f"{', '.join(sorted(self.splits)) or 'none'} (or list scene names in splits.json in the version "
+                f"no scene of the split '{name}' is in {self.version} of {self.root}; it has "
+                f"scenes of: "
+                f"{', '.join(sorted(self.splits)) or 'none'} (or list scene names in splits.json "
+                f"in the version "
                 f"folder)"
             )
         scenes = set(self.splits[name])
@@ -130,7 +138,9 @@ class Index:
         return [token for token, scene in zip(self.tokens, names, strict=True) if scene in scenes]
 
 
-def build_index(root: Path | str, version: str, cache_dir: Path | str, num_workers: int = 0) -> Index:
+def build_index(
+    root: Path | str, version: str, cache_dir: Path | str, num_workers: int = 0
+) -> Index:
     """Open the index of a data root, making it first where it is absent or the tables have changed.
 
     Several processes may call this at once: one makes it, the others wait.
@@ -147,7 +157,9 @@ def build_index(root: Path | str, version: str, cache_dir: Path | str, num_worke
     root = resolve_root(root, version)
     cache = Path(cache_dir).expanduser().resolve()
     if cache == root or root in cache.parents:
-        raise InputError(f"paths.cache {cache} lies inside data.root {root}: choose a folder outside it")
+        raise InputError(
+            f"paths.cache {cache} lies inside data.root {root}: choose a folder outside it"
+        )
     path = index_path(root, version, cache)
     stamp = stamp_tables(root, version, num_workers)
     index = _open_current(path, root, stamp)
@@ -163,14 +175,18 @@ def build_index(root: Path | str, version: str, cache_dir: Path | str, num_worke
 
 
 def resolve_root(root: Path | str, version: str) -> Path:
-    """The one spelling of a data root. Raises InputError where it or the version's tables are absent."""
+    """The one spelling of a data root. Raises InputError where it or the version's tables are
+    absent."""
     resolved = Path(root).expanduser().resolve()
     if not resolved.is_dir():
-        raise InputError(f"data.root={root} is not a folder: give the folder that holds samples/ and {version}/")
+        raise InputError(
+            f"data.root={root} is not a folder: give the folder that holds samples/ and {version}/"
+        )
     if not (resolved / version / "sample.json").is_file():
         found = sorted(p.parent.name for p in resolved.glob("*/sample.json"))
         raise InputError(
-            f"data.root={root} holds no tables {version}/*.json; versions there: {', '.join(found) or 'none'}; "
+            f"data.root={root} holds no tables {version}/*.json; versions there: "
+            f"{', '.join(found) or 'none'}; "
             f"set data.version"
         )
     return resolved
@@ -183,7 +199,8 @@ def index_path(root: Path, version: str, cache: Path) -> Path:
 
 
 def stamp_tables(root: Path, version: str, num_workers: int = 0) -> str:
-    """A short text that changes when a table or a CAN bus pose file does (size or time of change)."""
+    """A short text that changes when a table or a CAN bus pose file does (size or time of
+    change)."""
     paths = sorted((root / version).glob("*.json")) + sorted((root / "can_bus").glob("*_pose.json"))
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         stats = list(pool.map(os.stat, paths))
@@ -236,7 +253,9 @@ def _write_index(path: Path, root: Path, version: str, stamp: str) -> None:
         for start in range(0, len(samples), _ROWS_PER_BATCH)
     ]
     if not batches:
-        raise InputError(f"the tables in {root / version} hold no sample: download the metadata again")
+        raise InputError(
+            f"the tables in {root / version} hold no sample: download the metadata again"
+        )
     schema = batches[0].schema.with_metadata({"bev_lightning": json.dumps(notes)})
     # Written beside its place and renamed, so that a reader never sees half of it.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
@@ -257,7 +276,8 @@ def _write_index(path: Path, root: Path, version: str, stamp: str) -> None:
 
 def _to_record_batch(samples: list[Sample]) -> pa.RecordBatch:
     columns: dict[str, pa.Array] = {
-        name: pa.array([getattr(sample, name) for sample in samples], _TEXT) for name in _SAMPLE_TEXT
+        name: pa.array([getattr(sample, name) for sample in samples], _TEXT)
+        for name in _SAMPLE_TEXT
     }
     columns["timestamp"] = pa.array([sample.timestamp for sample in samples], _WHOLE)
     columns["from_can_bus"] = pa.array([sample.from_can_bus for sample in samples], pa.bool_())
@@ -284,8 +304,8 @@ def _fixed(values: np.ndarray, kind: pa.DataType) -> pa.Array:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time. Where the file system cannot lock, all go ahead: the rename at the
-    end keeps the index whole, the work is only done more than once."""
+    """Held by one process at a time. Where the file system cannot lock, all go ahead: the rename at
+    the end keeps the index whole, the work is only done more than once."""
     with open(path, "w") as file:
         try:
             import fcntl

@@ -1,7 +1,7 @@
 """The plain loader: PIL and numpy in DataLoader workers, in the manner of mmdetection3d.
 
-It is the baseline that the other loaders are measured against and compared with, so it does one obvious
-step after the other. Every file that cannot be used ends in a sentence that names it.
+It is the baseline that the other loaders are measured against and compared with, so it does one
+obvious step after the other. Every file that cannot be used ends in a sentence that names it.
 """
 
 import functools
@@ -9,7 +9,6 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -18,26 +17,27 @@ from PIL import Image, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
 from bev_lightning.data.augment import rotate_image
+from bev_lightning.data.files import describe, read_bytes, read_lidar_file, read_radar_file
 from bev_lightning.data.frame import Frame, FrameSource, ImageSource, LidarSource, RadarSource
 from bev_lightning.data.stream import Schedule
 from bev_lightning.errors import InputError
-from bev_lightning.structures import Batch, CameraInput, Cameras, Inputs, LidarInput, Points, Radar, RadarInput
+from bev_lightning.structures import (
+    Batch,
+    CameraInput,
+    Cameras,
+    Inputs,
+    LidarInput,
+    Points,
+    Radar,
+    RadarInput,
+)
 
 _T = TypeVar("_T")
-_PCD_TYPES = {
-    ("F", 4): "<f4",
-    ("F", 8): "<f8",
-    ("I", 1): "i1",
-    ("I", 2): "<i2",
-    ("I", 4): "<i4",
-    ("U", 1): "u1",
-    ("U", 2): "<u2",
-    ("U", 4): "<u4",
-}
 
 
 def read_image(source: ImageSource) -> np.ndarray:
-    """Decode, resize (bicubic with antialiasing), crop, flip and rotate (bilinear), all as PIL does.
+    """Decode, resize (bicubic with antialiasing), crop, flip and rotate (bilinear), all as PIL
+    does.
 
     Returns:
         ``(H, W, 3)`` uint8 RGB; black where the network's image reaches beyond the file's.
@@ -45,18 +45,20 @@ def read_image(source: ImageSource) -> np.ndarray:
     Raises:
         InputError: the file is absent, cut, no image or of another size than its table says.
     """
-    content = _read(source.path, "image")
+    content = read_bytes(source.path, "image")
     try:
         image = Image.open(io.BytesIO(content)).convert("RGB")
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
         raise InputError(
-            f"the image {source.path} ({len(content)} bytes) cannot be decoded ({_say(error)}): replace it, or "
+            f"the image {source.path} ({len(content)} bytes) cannot be decoded "
+            f"({describe(error)}): replace it, or "
             f"leave such samples out with data.on_missing=skip"
         ) from None
     if (image.height, image.width) != source.original_size:
         raise InputError(
             f"the image {source.path} is {image.width}x{image.height} pixels and sample_data says "
-            f"{source.original_size[1]}x{source.original_size[0]}: the calibration would be wrong; restore the file"
+            f"{source.original_size[1]}x{source.original_size[0]}: the calibration would be "
+            f"wrong; restore the file"
         )
     resized, corner, flip, angle = _decompose(source)
     image = image.resize(resized[::-1], Image.Resampling.BICUBIC)
@@ -77,7 +79,7 @@ def read_image(source: ImageSource) -> np.ndarray:
 
 def normalise_images(images: np.ndarray, camera: CameraInput) -> torch.Tensor:
     """``(N, H, W, 3)`` uint8 to ``(N, 3, H, W)`` float32, minus mean, over std."""
-    mean, std = np.float32(camera.mean), np.float32(camera.std)
+    mean, std = np.array(camera.mean, np.float32), np.array(camera.std, np.float32)
     scaled = (images.astype(np.float32) - mean) / std
     return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2)))
 
@@ -91,7 +93,7 @@ def read_points(sources: tuple[LidarSource, ...], lidar: LidarInput) -> np.ndarr
     Raises:
         InputError: a file is absent, empty, cut or holds NaN or infinity.
     """
-    low, high = np.float32(lidar.range[:3]), np.float32(lidar.range[3:])
+    low, high = np.array(lidar.range, np.float32).reshape(2, 3)
     parts, room = [], lidar.max_points
     for source in sources:
         raw = read_lidar_file(source.path)
@@ -108,34 +110,11 @@ def read_points(sources: tuple[LidarSource, ...], lidar: LidarInput) -> np.ndarr
     return np.concatenate(parts) if parts else np.zeros((0, 5), np.float32)
 
 
-def read_lidar_file(path: Path) -> np.ndarray:
-    """``(P, 5)`` float32 as stored: x, y, z [m], intensity 0..255, ring.
-
-    Raises:
-        InputError: absent, empty, no multiple of 20 bytes, NaN or infinity.
-    """
-    content = _read(path, "lidar file")
-    if len(content) == 0 or len(content) % 20:
-        what = "is empty" if not content else "is cut: its length is no multiple of 5 floats (20 bytes)"
-        raise InputError(
-            f"the lidar file {path} ({len(content)} bytes) {what}; replace it, or leave such samples out with "
-            f"data.on_missing=skip"
-        )
-    points = np.frombuffer(content, np.float32).reshape(-1, 5)
-    bad = int((~np.isfinite(points)).any(axis=1).sum())
-    if bad:
-        raise InputError(
-            f"the lidar file {path} ({len(content)} bytes) holds NaN or infinity in {bad} of {len(points)} points; "
-            f"replace it, or leave such samples out with data.on_missing=skip"
-        )
-    return points
-
-
 def read_radar(sources: tuple[RadarSource, ...], radar: RadarInput) -> np.ndarray:
     """Returns of all radars in the model frame, within range, key frames first.
 
-    Kept are the returns that the devkit keeps by default: valid, of a known dynamic property, with an
-    unambiguous Doppler velocity.
+    Kept are the returns that the devkit keeps by default: valid, of a known dynamic property, with
+    an unambiguous Doppler velocity.
 
     Returns:
         ``(P, 8)`` float32 as :class:`Radar` lays them out, P <= ``radar.max_points``.
@@ -143,7 +122,7 @@ def read_radar(sources: tuple[RadarSource, ...], radar: RadarInput) -> np.ndarra
     Raises:
         InputError: a file is absent or no nuScenes radar file.
     """
-    low, high = np.float32(radar.range[:3]), np.float32(radar.range[3:])
+    low, high = np.array(radar.range, np.float32).reshape(2, 3)
     parts = [np.zeros((0, 8), np.float32)]
     for source in sources:
         raw = read_radar_file(source.path)
@@ -151,7 +130,9 @@ def read_radar(sources: tuple[RadarSource, ...], radar: RadarInput) -> np.ndarra
         raw = raw[keep & (raw["dyn_prop"] >= 0)]
         matrix = source.lidar_from_radar.astype(np.float32)
         position = np.stack([raw["x"], raw["y"], raw["z"]], axis=1).astype(np.float32)
-        velocity = np.stack([raw["vx_comp"], raw["vy_comp"], np.zeros(len(raw))], axis=1).astype(np.float32)
+        velocity = np.stack([raw["vx_comp"], raw["vy_comp"], np.zeros(len(raw))], axis=1).astype(
+            np.float32
+        )
         features = np.empty((len(raw), 8), np.float32)
         features[:, :3] = position @ matrix[:3, :3].T + matrix[:3, 3]
         features[:, 3] = raw["rcs"]
@@ -160,35 +141,6 @@ def read_radar(sources: tuple[RadarSource, ...], radar: RadarInput) -> np.ndarra
         features[:, 7] = source.sensor
         parts.append(features[((features[:, :3] >= low) & (features[:, :3] < high)).all(axis=1)])
     return np.concatenate(parts)[: radar.max_points]
-
-
-def read_radar_file(path: Path) -> np.ndarray:
-    """All returns of nuScenes' binary .pcd as a structured array with the header's field names; empty where
-    the first return is NaN, by which nuScenes marks an empty file.
-
-    Raises:
-        InputError: absent, another format, or shorter than its header says.
-    """
-    content = _read(path, "radar file")
-    try:
-        end = content.index(b"DATA binary\n") + len(b"DATA binary\n")
-        lines = content[:end].decode("ascii").splitlines()
-        header = {line.split(" ")[0]: line.split(" ")[1:] for line in lines if line}
-        kinds = [_PCD_TYPES[t, int(s)] for t, s in zip(header["TYPE"], header["SIZE"], strict=True)]
-        layout = np.dtype(list(zip(header["FIELDS"], kinds, strict=True)))
-        num = int(header["WIDTH"][0]) * int(header["HEIGHT"][0])
-        returns = np.frombuffer(content, layout, count=num, offset=end) if num else np.zeros(0, layout)
-        floats = [n for n in layout.names or () if layout[n].kind == "f"]
-        for name in ("x", "y", "z", "dyn_prop", "rcs", "vx_comp", "vy_comp", "ambig_state", "invalid_state"):
-            returns[name]
-    except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"the radar file {path} ({len(content)} bytes) is not a whole binary .pcd of nuScenes ({_say(error)}); "
-            f"replace it, or leave such samples out with data.on_missing=skip"
-        ) from None
-    if num and any(np.isnan(returns[name][0]) for name in floats):
-        return returns[:0]
-    return returns
 
 
 def assemble(frame: Frame, inputs: Inputs) -> Batch:
@@ -200,14 +152,20 @@ def assemble(frame: Frame, inputs: Inputs) -> Batch:
     try:
         batch = frame.batch
         if inputs.camera is not None and frame.image_from_lidar is not None:
-            images = normalise_images(np.stack([read_image(s) for s in frame.images]), inputs.camera)
+            images = normalise_images(
+                np.stack([read_image(s) for s in frame.images]), inputs.camera
+            )
             batch = replace(batch, cameras=Cameras(images[None], frame.image_from_lidar))
         if inputs.lidar is not None:
             points = read_points(frame.lidar, inputs.lidar)
-            batch = replace(batch, points=Points(torch.from_numpy(points)[None], torch.tensor([len(points)])))
+            batch = replace(
+                batch, points=Points(torch.from_numpy(points)[None], torch.tensor([len(points)]))
+            )
         if inputs.radar is not None:
             returns = read_radar(frame.radar, inputs.radar)
-            batch = replace(batch, radar=Radar(torch.from_numpy(returns)[None], torch.tensor([len(returns)])))
+            batch = replace(
+                batch, radar=Radar(torch.from_numpy(returns)[None], torch.tensor([len(returns)]))
+            )
     except InputError as error:
         raise InputError(f"sample {frame.sample_token}: {error}") from None
     if frame.history:
@@ -239,7 +197,10 @@ def read_position(
             if frames.on_missing == "error":
                 raise
             skipped[frame.sample_token] = str(error)
-    raise InputError(f"none of the {len(frames)} samples can be read, for instance {next(iter(skipped.values()))}")
+    raise InputError(
+        f"none of the {len(frames)} samples can be read, for instance "
+        f"{next(iter(skipped.values()))}"
+    )
 
 
 class TorchLoader:
@@ -266,7 +227,9 @@ class TorchLoader:
         self.start_method = start_method
         self.skipped: dict[str, str] = {}
 
-    def open(self, frames: FrameSource, schedule: Schedule, start: int, stop: int) -> Iterator[Batch]:
+    def open(
+        self, frames: FrameSource, schedule: Schedule, start: int, stop: int
+    ) -> Iterator[Batch]:
         """Batches ``start`` .. ``stop - 1`` of the schedule, in order.
 
         Raises:
@@ -283,8 +246,8 @@ class TorchLoader:
                 multiprocessing_context=self.start_method if parallel else None,
                 worker_init_fn=_use_one_thread,
                 pin_memory=self.pin_memory and torch.cuda.is_available(),
-                # Its own generator: the DataLoader draws a seed for its workers, which would disturb the
-                # model's random numbers.
+                # Its own generator: the DataLoader draws a seed for its workers, which would
+                # disturb the model's random numbers.
                 generator=torch.Generator(),
             )
         )
@@ -306,7 +269,8 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An InputError on its way out of a worker, whose exceptions arrive with a traceback as their text."""
+    """An InputError on its way out of a worker, whose exceptions arrive with a traceback as their
+    text."""
 
     sentence: str
 
@@ -317,7 +281,11 @@ class _Positions(Dataset["_Result | _Failure"]):
 
     def __getitem__(self, place: tuple[int, int]) -> "_Result | _Failure":
         try:
-            return _Result(*read_position(self.frames, *place, functools.partial(assemble, inputs=self.frames.inputs)))
+            return _Result(
+                *read_position(
+                    self.frames, *place, functools.partial(assemble, inputs=self.frames.inputs)
+                )
+            )
         except InputError as error:
             return _Failure(str(error))
 
@@ -350,8 +318,8 @@ def _use_one_thread(worker: int) -> None:
 
 
 def _decompose(source: ImageSource) -> tuple[tuple[int, int], tuple[int, int], bool, float]:
-    """The steps that :func:`compose_image` made one map of: resized (height, width), corner (top, left),
-    flip, angle [rad]."""
+    """The steps that :func:`compose_image` made one map of: resized (height, width), corner (top,
+    left), flip, angle [rad]."""
     matrix = source.network_from_original
     scale_x, scale_y = np.linalg.norm(matrix[:2, :2], axis=0)
     flip = bool(np.linalg.det(matrix[:2, :2]) < 0)
@@ -364,19 +332,3 @@ def _decompose(source: ImageSource) -> tuple[tuple[int, int], tuple[int, int], b
     left, top = 0.5 * scale_x - 0.5 - shift_x, 0.5 * scale_y - 0.5 - shift_y
     resized = round(source.original_size[0] * scale_y), round(source.original_size[1] * scale_x)
     return resized, (round(top), round(left)), flip, angle
-
-
-def _read(path: Path, kind: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"the {kind} {path} cannot be read ({error.strerror}): restore it, or leave such samples out with "
-            f"data.on_missing=skip"
-        ) from None
-
-
-def _say(error: BaseException) -> str:
-    """An error's text in one line, without the memory address PIL puts in."""
-    text = " ".join(str(error).split())
-    return "not an image" if "cannot identify image file" in text else text or type(error).__name__

@@ -29,9 +29,10 @@ class Report:
         samples_per_split: of every split that has scenes here.
         boxes_per_class: of the detection classes asked for, 0 included.
         num_other_boxes: boxes of categories or classes not asked for.
-        num_zero_point_boxes: boxes of the classes without lidar and radar points, which neither train
-            nor count.
-        num_nan_velocities: boxes of the classes whose velocity is unknown, which do not train velocity.
+        num_zero_point_boxes: boxes of the classes without lidar and radar points, which neither
+            train nor count.
+        num_nan_velocities: boxes of the classes whose velocity is unknown, which do not train
+            velocity.
         num_samples_without_boxes: samples without a box of the classes.
         files: per sensor.
         scenes_without_can_bus: scenes whose ego motion comes from the ego poses.

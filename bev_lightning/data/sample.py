@@ -9,6 +9,19 @@ from bev_lightning.structures.geometry import make_transform, quaternion_to_rota
 
 LIDAR = "LIDAR_TOP"
 MAX_SWEEPS = 10
+# The classes of the nuScenes detection task, in the order the house uses.
+DETECTION_CLASSES = (
+    "car",
+    "truck",
+    "construction_vehicle",
+    "bus",
+    "trailer",
+    "barrier",
+    "motorcycle",
+    "bicycle",
+    "pedestrian",
+    "traffic_cone",
+)
 
 
 @dataclass(frozen=True)
@@ -83,11 +96,11 @@ class Sample:
         timestamp: [microseconds].
         previous, next: sample tokens, empty at the scene's ends.
         readings, annotations: see there.
-        can_bus: ``(18,)`` float64 in the layout of the published BEVFormer, absolute pose: ego translation
-            [m] 0:3, the w of the ego's quaternion four times 3:7 (the published code assigns a quaternion
-            object to the slice, which numpy reads as its real part; the weights were trained so),
-            acceleration [m/s^2] 7:10, rotation rate [rad/s] 10:13, velocity [m/s] 13:16, yaw [rad] in
-            [0, 2 pi) 16 and in degrees 17.
+        can_bus: ``(18,)`` float64 in the layout of the published BEVFormer, absolute pose: ego
+            translation [m] 0:3, the w of the ego's quaternion four times 3:7 (the published code
+            assigns a quaternion object to the slice, which numpy reads as its real part; the
+            weights were trained so), acceleration [m/s^2] 7:10, rotation rate [rad/s] 10:13,
+            velocity [m/s] 13:16, yaw [rad] in [0, 2 pi) 16 and in degrees 17.
         from_can_bus: whether 7:16 were measured, not derived from the ego poses.
     """
 
@@ -117,16 +130,18 @@ def global_from_sensor(readings: Readings, rows: list[int]) -> np.ndarray:
 
 
 def global_from_lidar_of(sample: Sample) -> np.ndarray:
-    """``(4, 4)`` float64 pose of the model frame: LIDAR_TOP at the key frame, without augmentation."""
+    """``(4, 4)`` float64 pose of the model frame: LIDAR_TOP at the key frame, without
+    augmentation."""
     return global_from_sensor(sample.readings, sample.readings.find(LIDAR)[:1])[0]
 
 
 def can_bus_change(sample: Sample, previous: Sample | None) -> np.ndarray:
-    """``(18,)`` float64 as the published BEVFormer feeds it: :attr:`Sample.can_bus` with the translation 0:3
-    [m] and the yaw 17 [degrees] as change since the previous key frame, zero without one.
+    """``(18,)`` float64 as the published BEVFormer feeds it: :attr:`Sample.can_bus` with the
+    translation 0:3 [m] and the yaw 17 [degrees] as change since the previous key frame, zero
+    without one.
 
-    The change of yaw is wrapped to (-180, 180]; the published code leaves 359 degrees where the ego turns
-    through north.
+    The change of yaw is wrapped to (-180, 180]; the published code leaves 359 degrees where the ego
+    turns through north.
     """
     values = sample.can_bus.copy()
     values[[0, 1, 2, 17]] = 0.0

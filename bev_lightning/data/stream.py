@@ -1,8 +1,8 @@
 """The order of samples, ours from the start: an endless stream of micro-steps.
 
-Micro-step ``m`` alone fixes which samples are read, how they are augmented and what the random generators
-hold while the model sees them. So a run that stops at ``m`` goes on at ``m`` bit for bit, whatever
-was prefetched, and the same holds for any number of workers.
+Micro-step ``m`` alone fixes which samples are read, how they are augmented and what the random
+generators hold while the model sees them. So a run that stops at ``m`` goes on at ``m`` bit for
+bit, whatever was prefetched, and the same holds for any number of workers.
 """
 
 import math
@@ -21,7 +21,8 @@ from bev_lightning.structures import Batch
 
 
 class Loader(Protocol):
-    """What the stream asks of a loader: batches ``start`` .. ``stop - 1`` of a schedule, in order."""
+    """What the stream asks of a loader: batches ``start`` .. ``stop - 1`` of a schedule, in
+    order."""
 
     def open(
         self, frames: FrameSource, schedule: "Schedule", start: int, stop: int
@@ -32,8 +33,8 @@ class Loader(Protocol):
 class Schedule:
     """Which samples each micro-step reads on this rank.
 
-    The samples of one global step are dealt out to the ranks like cards, so that the global order does
-    not depend on the number of ranks.
+    The samples of one global step are dealt out to the ranks like cards, so that the global order
+    does not depend on the number of ranks.
 
     Attributes:
         num_samples: samples of the split; a position is an index into ``FrameSource.tokens``.
@@ -41,9 +42,9 @@ class Schedule:
         rank, world_size: this process among all.
         seed: of the order.
         shuffle: anew each epoch; False keeps the split's order.
-        ragged: False fills the last batch of an epoch from its beginning, so that all batches are full
-            (training; few samples wrap round as often as needed). True leaves it short; a rank for
-            which nothing is left repeats one sample, because every rank must make the same
+        ragged: False fills the last batch of an epoch from its beginning, so that all batches are
+            full (training; few samples wrap round as often as needed). True leaves it short; a rank
+            for which nothing is left repeats one sample, because every rank must make the same
             number of steps (evaluation drops repeats by token).
     """
 
@@ -81,19 +82,22 @@ class Schedule:
         # One permutation is remembered: batches of an epoch are asked for one after the other.
         remembered = self.__dict__.get("_remembered")
         if remembered is None or remembered[0] != epoch:
-            remembered = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+            remembered = (
+                epoch,
+                np.random.default_rng([self.seed, epoch]).permutation(self.num_samples),
+            )
             object.__setattr__(self, "_remembered", remembered)
         return remembered[1]
 
 
 class BatchStream:
-    """The iterable that training gives to Lightning. Not a DataLoader on purpose: Lightning would replace
-    its sampler and call its state methods.
+    """The iterable that training gives to Lightning. Not a DataLoader on purpose: Lightning would
+    replace its sampler and call its state methods.
 
-    One pass yields ``num_micro_steps`` batches; a pass begun at micro-step ``m`` yields what is left
-    of it. ``len`` is always the full number: Lightning counts the steps done before a resume itself.
-    Before each batch the generators of torch, numpy and random are set from (seed, rank, m), which stands
-    in for saved generator states and replays what was prefetched but unused.
+    One pass yields ``num_micro_steps`` batches; a pass begun at micro-step ``m`` yields what is
+    left of it. ``len`` is always the full number: Lightning counts the steps done before a resume
+    itself. Before each batch the generators of torch, numpy and random are set from (seed, rank,
+    m), which stands in for saved generator states and replays what was prefetched but unused.
 
     Attributes:
         micro_step: the next to be handed out; what a checkpoint must hold.
@@ -119,7 +123,8 @@ class BatchStream:
         return self.num_micro_steps
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator: nothing opens before the first batch is asked for, and Lightning calls iter() twice.
+        # A generator: nothing opens before the first batch is asked for, and Lightning calls iter()
+        # twice.
         start = self.micro_step
         stop = (start // self.num_micro_steps + 1) * self.num_micro_steps
         batches = self.loader.open(self.frames, self.schedule, start, stop)
@@ -144,14 +149,16 @@ class BatchStream:
         """Go on where another stream stopped.
 
         Raises:
-            InputError: seed, number of samples, batch size or number of processes differ, with which the
+            InputError: seed, number of samples, batch size or number of processes differ, with
+            which the
                 order would be another.
         """
         for name, value in _identity(self.schedule).items():
             if state.get(name) != value:
                 raise InputError(
                     f"the checkpoint's data stream has {name} = {state.get(name)} and this run has "
-                    f"{value}, so it cannot go on at the same sample: set it back, or start anew from "
+                    f"{value}, so it cannot go on at the same sample: set it back, or start anew "
+                    f"from "
                     f"the weights with init_from=<checkpoint>"
                 )
         self.micro_step = state["micro_step"]
@@ -191,7 +198,7 @@ def seed_everything(seed: int, rank: int, micro_step: int) -> None:
     """Set the generators of torch (all devices), numpy and random from three numbers."""
     words = np.random.SeedSequence([seed, rank, micro_step]).generate_state(3, np.uint32)
     torch.manual_seed(int(words[0]))
-    np.random.seed(int(words[1]))
+    np.random.seed(int(words[1]))  # noqa: NPY002  what third parties draw from
     random.seed(int(words[2]))
 
 

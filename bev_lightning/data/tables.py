@@ -1,7 +1,7 @@
 """The nuScenes tables, read through the devkit, as one :class:`Sample` per key frame.
 
-Importing this is slow (the devkit imports matplotlib and scikit-learn), so it happens only where an index
-is made.
+Importing this is slow (the devkit imports matplotlib and scikit-learn), so it happens only where an
+index is made.
 """
 
 import json
@@ -15,7 +15,14 @@ from nuscenes.eval.detection.utils import category_to_detection_name
 from nuscenes.nuscenes import NuScenes
 from nuscenes.utils.splits import create_splits_scenes
 
-from bev_lightning.data.sample import LIDAR, MAX_SWEEPS, Annotations, Readings, Sample, pose_to_transform
+from bev_lightning.data.sample import (
+    LIDAR,
+    MAX_SWEEPS,
+    Annotations,
+    Readings,
+    Sample,
+    pose_to_transform,
+)
 from bev_lightning.errors import InputError
 
 _TABLES = (
@@ -38,8 +45,8 @@ _GRAVITY = 9.81
 
 
 class Tables(NuScenes):
-    """The devkit's tables and reverse indexes, without its map masks: those would need files that detection
-    does not, and a partial download lacks."""
+    """The devkit's tables and reverse indexes, without its map masks: those would need files that
+    detection does not, and a partial download lacks."""
 
     def __init__(self, root: Path, version: str) -> None:
         self.version = version
@@ -60,12 +67,15 @@ class Tables(NuScenes):
                     f"download the metadata of {version} again"
                 ) from None
         if not self.map:
-            raise InputError(f"the table {root / version / 'map.json'} is empty: download the metadata again")
+            raise InputError(
+                f"the table {root / version / 'map.json'} is empty: download the metadata again"
+            )
         try:
             self.__make_reverse_index__(False)
         except KeyError as error:
             raise InputError(
-                f"the tables in {root / version} do not fit together: token {error} is referred to and is "
+                f"the tables in {root / version} do not fit together: token {error} is referred "
+                f"to and is "
                 f"in none of them; download the metadata again"
             ) from None
 
@@ -86,9 +96,12 @@ def read_splits(tables: Tables) -> dict[str, tuple[str, ...]]:
         except ValueError as error:
             raise InputError(f"{custom} is not JSON ({error}): mend or remove it") from None
         if not isinstance(extra, dict) or not all(
-            isinstance(scenes, list) and all(isinstance(s, str) for s in scenes) for scenes in extra.values()
+            isinstance(scenes, list) and all(isinstance(s, str) for s in scenes)
+            for scenes in extra.values()
         ):
-            raise InputError(f'{custom} must read {{"split": ["scene-0001", ...], ...}}: mend or remove it')
+            raise InputError(
+                f'{custom} must read {{"split": ["scene-0001", ...], ...}}: mend or remove it'
+            )
         splits = {**extra, **splits}
     present = {name: tuple(s for s in scenes if s in names) for name, scenes in splits.items()}
     return {name: scenes for name, scenes in present.items() if scenes}
@@ -101,7 +114,8 @@ def read_samples(tables: Tables, can_bus: Path) -> Iterator[Sample]:
         can_bus: the folder of CAN bus files; may be absent, wholly or for some scenes.
 
     Raises:
-        InputError: a foreign key leads nowhere, a path leaves the root, or a sample has no LIDAR_TOP record.
+        InputError: a foreign key leads nowhere, a path leaves the root, or a sample has no
+        LIDAR_TOP record.
     """
     for scene in tables.scene:
         messages = read_can_bus(can_bus / f"{scene['name']}_pose.json")
@@ -119,7 +133,8 @@ def read_samples(tables: Tables, can_bus: Path) -> Iterator[Sample]:
 
 
 def read_can_bus(path: Path) -> list[dict[str, Any]]:
-    """The pose messages of a scene, empty where there is no file. Raises InputError on a broken one."""
+    """The pose messages of a scene, empty where there is no file. Raises InputError on a broken
+    one."""
     if not path.is_file():
         return []
     try:
@@ -142,8 +157,10 @@ def _read_scene(
     for record in records:
         if LIDAR not in record["data"]:
             raise InputError(
-                f"sample {record['token']} of {scene['name']} has no {LIDAR} record in sample_data.json, "
-                f"which gives the reference frame: add the record with its pose and calibration (its file "
+                f"sample {record['token']} of {scene['name']} has no {LIDAR} record in "
+                f"sample_data.json, "
+                f"which gives the reference frame: add the record with its pose and calibration "
+                f"(its file "
                 f"may be absent for a model without lidar)"
             )
         reading = tables.get("sample_data", record["data"][LIDAR])
@@ -152,7 +169,9 @@ def _read_scene(
         times.append(reading["timestamp"] * 1e-6)
     derived = None if messages else derive_motion(np.stack(poses), np.array(times))
     for number, record in enumerate(records):
-        motion = derived[number] if derived is not None else _measured(messages, record["timestamp"])
+        motion = (
+            derived[number] if derived is not None else _measured(messages, record["timestamp"])
+        )
         yield Sample(
             token=record["token"],
             scene_token=scene["token"],
@@ -185,9 +204,15 @@ def _readings(tables: Tables, record: dict[str, Any]) -> Readings:
         token=tuple(r["token"] for *_, r in rows),
         path=tuple(_relative(r["filename"], r["token"]) for *_, r in rows),
         timestamp=np.array([r["timestamp"] for *_, r in rows], dtype=np.int64),
-        ego_from_sensor=np.array([c["translation"] + c["rotation"] for c in calibrations], dtype=np.float64),
-        global_from_ego=np.array([p["translation"] + p["rotation"] for p in poses], dtype=np.float64),
-        intrinsic=np.array([c["camera_intrinsic"] or np.zeros((3, 3)) for c in calibrations], np.float64),
+        ego_from_sensor=np.array(
+            [c["translation"] + c["rotation"] for c in calibrations], dtype=np.float64
+        ),
+        global_from_ego=np.array(
+            [p["translation"] + p["rotation"] for p in poses], dtype=np.float64
+        ),
+        intrinsic=np.array(
+            [c["camera_intrinsic"] or np.zeros((3, 3)) for c in calibrations], np.float64
+        ),
         size=np.array([[r["height"] or 0, r["width"] or 0] for *_, r in rows], dtype=np.int64),
     )
 
@@ -197,7 +222,8 @@ def _relative(filename: str, token: str) -> str:
     path = PurePosixPath(filename.replace("\\", "/"))
     if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
         raise InputError(
-            f"sample_data {token} names the file {filename!r}, which lies outside data.root: tables may "
+            f"sample_data {token} names the file {filename!r}, which lies outside data.root: "
+            f"tables may "
             f"name only files below it"
         )
     return str(path)
@@ -213,13 +239,17 @@ def _annotations(tables: Tables, tokens: list[str]) -> Annotations:
         category=tuple(r["category_name"] for r in records),
         detection=tuple(category_to_detection_name(r["category_name"]) or "" for r in records),
         attribute=tuple(
-            tables.get("attribute", r["attribute_tokens"][0])["name"] if r["attribute_tokens"] else ""
+            tables.get("attribute", r["attribute_tokens"][0])["name"]
+            if r["attribute_tokens"]
+            else ""
             for r in records
         ),
         centre=np.array([r["translation"] for r in records], dtype=np.float64).reshape(num, 3),
         size=sizes[:, [1, 0, 2]],  # nuScenes stores width, length, height
         rotation=np.array([r["rotation"] for r in records], dtype=np.float64).reshape(num, 4),
-        velocity=np.array([_velocity(tables, token) for token in tokens], np.float64).reshape(num, 3),
+        velocity=np.array([_velocity(tables, token) for token in tokens], np.float64).reshape(
+            num, 3
+        ),
         num_lidar_pts=np.array([r["num_lidar_pts"] for r in records], dtype=np.int64),
         num_radar_pts=np.array([r["num_radar_pts"] for r in records], dtype=np.int64),
         visibility=np.array([int(r["visibility_token"] or 0) for r in records], dtype=np.int64),
@@ -233,8 +263,8 @@ def _velocity(tables: Tables, token: str) -> np.ndarray:
 
 
 def _measured(messages: list[dict[str, Any]], timestamp: int) -> np.ndarray:
-    """Acceleration, rotation rate and velocity ``(9,)``, taken as the published BEVFormer takes them: from
-    the first message AFTER the key frame (the last one where there is none)."""
+    """Acceleration, rotation rate and velocity ``(9,)``, taken as the published BEVFormer takes
+    them: from the first message AFTER the key frame (the last one where there is none)."""
     later = next((m for m in messages if m["utime"] > timestamp), messages[-1])
     return np.concatenate([np.asarray(later[key], dtype=np.float64) for key in _CAN_READINGS])
 
@@ -243,8 +273,8 @@ def derive_motion(poses: np.ndarray, times: np.ndarray) -> np.ndarray:
     """What a CAN bus would read, from ego poses ``(T, 7)`` at ``times`` ``(T,)`` [s].
 
     Returns:
-        ``(T, 9)`` acceleration with gravity [m/s^2], rotation rate [rad/s] and velocity [m/s] in the ego frame
-        (central differences; zero motion for a single frame).
+        ``(T, 9)`` acceleration with gravity [m/s^2], rotation rate [rad/s] and velocity [m/s] in
+        the ego frame (central differences; zero motion for a single frame).
     """
     motion = np.zeros((len(poses), 9))
     motion[:, 2] = _GRAVITY

@@ -14,10 +14,12 @@ RADARS = ("RADAR_FRONT", "RADAR_BACK_LEFT")
 IMAGE = (90, 160)
 YAW = 0.3  # heading of the ego, which drives at 10 m/s
 PCD = (
-    "# .PCD v0.7 - Point Cloud Data file format\nVERSION 0.7\nFIELDS x y z dyn_prop id rcs vx vy vx_comp vy_comp "
+    "# .PCD v0.7 - Point Cloud Data file format\nVERSION 0.7\nFIELDS x y z dyn_prop id rcs vx vy "
+    "vx_comp vy_comp "
     "is_quality_valid ambig_state x_rms y_rms invalid_state pdh0 vx_rms vy_rms\n"
     "SIZE 4 4 4 1 2 4 4 4 4 4 1 1 1 1 1 1 1 1\nTYPE F F F I I F F F F F I I I I I I I I\n"
-    "COUNT 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1\nWIDTH {n}\nHEIGHT 1\nVIEWPOINT 0 0 0 1 0 0 0\nPOINTS {n}\n"
+    "COUNT 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1\nWIDTH {n}\nHEIGHT 1\nVIEWPOINT 0 0 0 1 0 0 "
+    "0\nPOINTS {n}\n"
     "DATA binary\n"
 )
 RADAR_LAYOUT = np.dtype(
@@ -49,21 +51,40 @@ def write_tree(
     empty: Sequence[tuple[str, int]] = (),
     radar: bool = True,
 ) -> Path:
-    """Per key frame, 0.5 s apart: a car 12 m ahead that drives with the ego, a pedestrian who stands,
-    a barrier without points, an animal. Samples in ``empty`` (scene, number) have no annotation."""
+    """Per key frame, 0.5 s apart: a car 12 m ahead that drives with the ego, a pedestrian who
+    stands, a barrier without points, an animal. Samples in ``empty`` (scene, number) have no
+    annotation."""
     rng = np.random.default_rng(0)
     table: dict[str, list[dict]] = {
         name: []
-        for name in "instance ego_pose scene sample sample_data sample_annotation calibrated_sensor".split()  # noqa: SIM905
+        for name in (
+            "instance",
+            "ego_pose",
+            "scene",
+            "sample",
+            "sample_data",
+            "sample_annotation",
+            "calibrated_sensor",
+        )
     }
     names = ("vehicle.car", "human.pedestrian.adult", "movable_object.barrier", "animal")
-    table["category"] = [{"token": f"cat{i}", "name": n, "description": ""} for i, n in enumerate(names)]
+    table["category"] = [
+        {"token": f"cat{i}", "name": n, "description": ""} for i, n in enumerate(names)
+    ]
     table["attribute"] = [{"token": "moving", "name": "vehicle.moving", "description": ""}]
     table["visibility"] = [{"token": str(i), "level": "", "description": ""} for i in range(1, 5)]
     table["log"] = [
-        {"token": "log", "logfile": "", "vehicle": "", "date_captured": "", "location": "boston-seaport"}
+        {
+            "token": "log",
+            "logfile": "",
+            "vehicle": "",
+            "date_captured": "",
+            "location": "boston-seaport",
+        }
     ]
-    table["map"] = [{"token": "map", "log_tokens": ["log"], "category": "", "filename": "maps/absent.png"}]
+    table["map"] = [
+        {"token": "map", "log_tokens": ["log"], "category": "", "filename": "maps/absent.png"}
+    ]
     camera_turn = {"CAM_FRONT": 0.0, "CAM_BACK": math.pi}
     sensors = {"LIDAR_TOP": ("lidar", [1.0, 0.0, 1.8], quaternion((0, 0, 1), -math.pi / 2))}
     for channel in CAMERAS:  # optical axis forward, turned about z
@@ -75,9 +96,13 @@ def write_tree(
     if radar:
         sensors["RADAR_FRONT"] = ("radar", [3.4, 0.0, 0.5], quaternion((0, 0, 1), 0.0))
         sensors["RADAR_BACK_LEFT"] = ("radar", [-0.6, 0.6, 0.5], quaternion((0, 0, 1), math.pi / 2))
-    table["sensor"] = [{"token": f"s_{c}", "channel": c, "modality": m} for c, (m, *_) in sensors.items()]
+    table["sensor"] = [
+        {"token": f"s_{c}", "channel": c, "modality": m} for c, (m, *_) in sensors.items()
+    ]
     for channel, (kind, translation, rotation) in sensors.items():
-        intrinsic = [[130.0, 0.0, 80.0], [0.0, 130.0, 45.0], [0.0, 0.0, 1.0]] if kind == "camera" else []
+        intrinsic = (
+            [[130.0, 0.0, 80.0], [0.0, 130.0, 45.0], [0.0, 0.0, 1.0]] if kind == "camera" else []
+        )
         table["calibrated_sensor"].append(
             {
                 "token": f"c_{channel}",
@@ -129,7 +154,11 @@ def write_tree(
                             "token": name,
                             "timestamp": when,
                             "rotation": quaternion((0, 0, 1), YAW),
-                            "translation": [600 + metres * math.cos(YAW), 1600 + metres * math.sin(YAW), 0.0],
+                            "translation": [
+                                600 + metres * math.cos(YAW),
+                                1600 + metres * math.sin(YAW),
+                                0.0,
+                            ],
                         }
                     )
                     table["sample_data"].append(
@@ -149,7 +178,9 @@ def write_tree(
                         }
                     )
                     if last[channel]:
-                        next(r for r in table["sample_data"] if r["token"] == last[channel])["next"] = name
+                        next(r for r in table["sample_data"] if r["token"] == last[channel])[
+                            "next"
+                        ] = name
                     last[channel] = name
                     _write_file(root / filename, kind, rng)
             if (scene, k) in empty:
@@ -157,7 +188,11 @@ def write_tree(
             metres = 10.0 * (time - start) * 1e-6
             ahead = np.array([math.cos(YAW), math.sin(YAW), 0.0])
             origin = np.array([600.0, 1600.0, 0.0])
-            places = (origin + (metres + 12) * ahead + (0, 0, 0.8), origin + (5, 9, 0.9), origin + (8, -6, 0.5))
+            places = (
+                origin + (metres + 12) * ahead + (0, 0, 0.8),
+                origin + (5, 9, 0.9),
+                origin + (8, -6, 0.5),
+            )
             for i, place in enumerate((*places, origin + (20, 0, 0.3))):
                 record = {
                     "token": f"{token}_ann{i}",
@@ -211,10 +246,14 @@ def write_tree(
 
 def _write_file(path: Path, kind: str, rng: np.random.Generator) -> None:
     if kind == "camera":
-        pixels = Image.fromarray(rng.integers(0, 256, (9, 16, 3), dtype=np.uint8)).resize(IMAGE[::-1])
+        pixels = Image.fromarray(rng.integers(0, 256, (9, 16, 3), dtype=np.uint8)).resize(
+            IMAGE[::-1]
+        )
         pixels.save(path, quality=95)
     elif kind == "lidar":
-        points = rng.uniform((-30, -30, -3, 0, 0), (30, 30, 2, 255, 31), (200, 5)).astype(np.float32)
+        points = rng.uniform((-30, -30, -3, 0, 0), (30, 30, 2, 255, 31), (200, 5)).astype(
+            np.float32
+        )
         path.write_bytes(points.tobytes())
     else:
         returns = np.zeros(4, RADAR_LAYOUT)

@@ -43,7 +43,9 @@ def index(make_tree, tmp_path: Path) -> Index:
     return build_index(make_tree(), VERSION, tmp_path / "cache")
 
 
-def source(index: Index, inputs: Inputs = EVERYTHING, split: str = "mini_train", **kwargs) -> FrameSource:
+def source(
+    index: Index, inputs: Inputs = EVERYTHING, split: str = "mini_train", **kwargs
+) -> FrameSource:
     return FrameSource(index, index.split(split), inputs, CLASSES, **kwargs)
 
 
@@ -57,10 +59,14 @@ def test_car_ahead_is_on_the_y_axis_and_in_the_front_image(index: Index) -> None
     assert boxes.velocity[0, 0].tolist() == pytest.approx([0, 10], abs=1e-4)
     assert boxes.size[0, 0].tolist() == pytest.approx([4.5, 1.9, 1.6])
     pixels, depth = project(frame.image_from_lidar[0].float(), boxes.centre[0, :1])
-    # CAM_FRONT took its picture 12 ms (0.12 m) earlier: depth 12 + 0.12 - 1.5, 0.7 m below the camera.
+    # CAM_FRONT took its picture 12 ms (0.12 m) earlier: depth 12 + 0.12 - 1.5, 0.7 m below the
+    # camera.
     assert depth[0, 0].item() == pytest.approx(10.62, abs=1e-3)
     u, v = 130 * 0.1 / 10.62 + 80, 130 * 0.7 / 10.62 + 45
-    expected = [0.4 * (u + 0.5) - 0.5, 0.4 * (v + 0.5) - 0.5 - 4]  # 90x160 to 36x64, 4 rows off the top
+    expected = [
+        0.4 * (u + 0.5) - 0.5,
+        0.4 * (v + 0.5) - 0.5 - 4,
+    ]  # 90x160 to 36x64, 4 rows off the top
     assert pixels[0, 0].tolist() == pytest.approx(expected, abs=1e-3)
     assert depth[1, 0].item() < 0  # behind CAM_BACK
 
@@ -72,7 +78,9 @@ def test_poses_sources_and_ages(index: Index) -> None:
     assert batch.has_previous.tolist() == [True]
     # 5 m of driving: the previous origin lies 5 m behind, which is -y.
     assert batch.lidar_from_previous_lidar[0, :3, 3].tolist() == pytest.approx([0, -5, 0], abs=1e-4)
-    assert batch.can_bus[0, :3].tolist() == pytest.approx([5 * np.cos(0.3), 5 * np.sin(0.3), 0], abs=1e-4)
+    assert batch.can_bus[0, :3].tolist() == pytest.approx(
+        [5 * np.cos(0.3), 5 * np.sin(0.3), 0], abs=1e-4
+    )
     assert batch.can_bus[0, 16].item() == pytest.approx(0.3) and batch.can_bus[0, 17] == 0
     assert [s.age for s in frame.lidar] == pytest.approx([0, 0.05, 0.1, 0.5])
     shifts = [s.lidar_from_sweep[1, 3] for s in frame.lidar]
@@ -92,7 +100,9 @@ def test_poses_sources_and_ages(index: Index) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_augmentation_moves_pixels_as_its_map_says_and_the_rest_not_at_all(index: Index, seed: int) -> None:
+def test_augmentation_moves_pixels_as_its_map_says_and_the_rest_not_at_all(
+    index: Index, seed: int
+) -> None:
     plain = source(index, target_range=WIDE).frame(2, 1)
     moved = source(index, target_range=WIDE, augment=Augment(), seed=seed).frame(2, 1)
     one, two = plain.batch, moved.batch
@@ -115,19 +125,31 @@ def test_augmentation_moves_pixels_as_its_map_says_and_the_rest_not_at_all(index
         expected = pixels[camera][seen] @ torch.from_numpy(moved_from_plain[:2, :2]).float().T
         expected = expected + torch.from_numpy(moved_from_plain[:2, 2]).float()
         torch.testing.assert_close(pixels_moved[camera][seen], expected, atol=0.02, rtol=1e-3)
-        torch.testing.assert_close(depth_moved[camera][seen], depth[camera][seen], atol=1e-3, rtol=0)
+        torch.testing.assert_close(
+            depth_moved[camera][seen], depth[camera][seen], atol=1e-3, rtol=0
+        )
     # A still point of the previous frame lands where it does without augmentation, then augmented.
     point = torch.tensor([[3.0, 4.0, 1.0]], dtype=torch.float64)
     expected = apply_transform(
         augmented_from_lidar, apply_transform(one.lidar_from_previous_lidar[0].double(), point)
     )
-    got = apply_transform(two.lidar_from_previous_lidar[0].double(), apply_transform(augmented_from_lidar, point))
+    got = apply_transform(
+        two.lidar_from_previous_lidar[0].double(), apply_transform(augmented_from_lidar, point)
+    )
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     for a, b in zip(plain.lidar + plain.radar, moved.lidar + moved.radar, strict=True):
         matrices = [getattr(s, "lidar_from_sweep", None) for s in (a, b)]
-        matrices = [getattr(s, "lidar_from_radar", None) for s in (a, b)] if matrices[0] is None else matrices
-        np.testing.assert_allclose(matrices[1], augmented_from_lidar.numpy() @ matrices[0], atol=1e-9)
-    assert torch.equal(one.global_from_ego, two.global_from_ego) and torch.equal(one.can_bus, two.can_bus)
+        matrices = (
+            [getattr(s, "lidar_from_radar", None) for s in (a, b)]
+            if matrices[0] is None
+            else matrices
+        )
+        np.testing.assert_allclose(
+            matrices[1], augmented_from_lidar.numpy() @ matrices[0], atol=1e-9
+        )
+    assert torch.equal(one.global_from_ego, two.global_from_ego) and torch.equal(
+        one.can_bus, two.can_bus
+    )
 
 
 def test_frames_are_functions_of_seed_epoch_and_position(index: Index) -> None:
@@ -158,7 +180,10 @@ def test_sample_without_boxes_and_single_sample_scene(make_tree, tmp_path: Path)
     index = build_index(root, VERSION, tmp_path / "cache")
     assert source(index).frame(0, 1).batch.targets.valid.shape == (1, 0)
     alone = source(index, split="mini_val").frame(0, 0).batch
-    assert torch.isnan(alone.targets.velocity[0, 0]).all() and torch.isfinite(alone.targets.centre).all()
+    assert (
+        torch.isnan(alone.targets.velocity[0, 0]).all()
+        and torch.isfinite(alone.targets.centre).all()
+    )
     alone.validate()
 
 
@@ -170,7 +195,9 @@ def test_missing_files_matter_only_to_models_that_read_them(index: Index) -> Non
     assert len(source(index, camera_only)) == 3
     assert source(index, camera_only).frame(0, 1).lidar == ()
     lidar_only = Inputs(lidar=LidarInput(RANGE, sweeps=0))
-    with pytest.raises(InputError, match=r"sample scene-0061_1 needs .*LIDAR_TOP_0.pcd.bin.*on_missing=skip"):
+    with pytest.raises(
+        InputError, match=r"sample scene-0061_1 needs .*LIDAR_TOP_0.pcd.bin.*on_missing=skip"
+    ):
         source(index, lidar_only)
     kept = source(index, lidar_only, on_missing="skip")
     assert kept.tokens == ("scene-0061_0", "scene-0061_2")
@@ -205,13 +232,17 @@ def test_queue_never_leaves_the_scene_and_has_one_augmentation(index: Index) -> 
     frame = frames.frame(1, 2)
     first, second = (past.batch for past in frame.history)
     chained = torch.linalg.inv(second.global_from_lidar[0]) @ first.global_from_lidar[0]
-    torch.testing.assert_close(second.lidar_from_previous_lidar[0].double(), chained, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        second.lidar_from_previous_lidar[0].double(), chained, atol=1e-4, rtol=0
+    )
     assert first.can_bus[0, :3].tolist() == [0, 0, 0] and second.can_bus[0, 0] > 4
     for one, two in zip(frame.images, frame.history[0].images, strict=True):
         np.testing.assert_array_equal(one.network_from_original, two.network_from_original)
 
 
-real = pytest.mark.skipif("BEV_NUSCENES_DIR" not in os.environ, reason="BEV_NUSCENES_DIR is not set")
+real = pytest.mark.skipif(
+    "BEV_NUSCENES_DIR" not in os.environ, reason="BEV_NUSCENES_DIR is not set"
+)
 
 
 @real
@@ -226,7 +257,9 @@ def test_real_boxes_hold_their_published_number_of_points(tmp_path: Path) -> Non
         points = apply_transform(frame.batch.global_from_lidar[0], torch.from_numpy(points)).numpy()
         right.append(0)
         for row, expected in enumerate(boxes.num_lidar_pts):
-            rotation = pose_to_transform(np.concatenate([boxes.centre[row], boxes.rotation[row]]))[:3, :3]
+            rotation = pose_to_transform(np.concatenate([boxes.centre[row], boxes.rotation[row]]))[
+                :3, :3
+            ]
             local = np.abs((points - boxes.centre[row]) @ rotation)
             right[-1] += int((2 * local <= boxes.size[row]).all(axis=1).sum() == expected)
     assert right == [68, 37]
@@ -240,16 +273,24 @@ def test_real_boxes_stand_in_the_images_their_devkit_puts_them_in(tmp_path: Path
     devkit = NuScenes(VERSION, os.environ["BEV_NUSCENES_DIR"], verbose=False)
     index = build_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
     frames = source(
-        index, Inputs(camera=CameraInput((256, 704))), split="real_full_ann", min_points=0, target_range=WIDE
+        index,
+        Inputs(camera=CameraInput((256, 704))),
+        split="real_full_ann",
+        min_points=0,
+        target_range=WIDE,
     )
     worst = 0.0
     for position, token in enumerate(frames.tokens):
         frame = frames.frame(0, position)
         known = [i for i, name in enumerate(index.sample(token).annotations.detection) if name]
-        pixels, depth = project(frame.image_from_lidar[0].double(), frame.batch.targets.centre[0].double())
+        pixels, depth = project(
+            frame.image_from_lidar[0].double(), frame.batch.targets.centre[0].double()
+        )
         for camera, channel in enumerate(CameraInput((256, 704)).channels):
             boxes = devkit.get_sample_data(devkit.get("sample", token)["data"][channel])
-            centres = np.array([devkit.get_box(t).center for t in index.sample(token).annotations.token])[known]
+            centres = np.array(
+                [devkit.get_box(t).center for t in index.sample(token).annotations.token]
+            )[known]
             _, _, intrinsic = boxes
             record = devkit.get("sample_data", devkit.get("sample", token)["data"][channel])
             pose = devkit.get("ego_pose", record["ego_pose_token"])

@@ -82,7 +82,9 @@ def test_other_schema_or_rubbish_is_replaced(make_tree, tmp_path: Path, monkeypa
     monkeypatch.setattr(index_module, "SCHEMA_VERSION", 999)
     path = build_index(root, VERSION, tmp_path / "cache").path
     monkeypatch.undo()
-    assert build_index(root, VERSION, tmp_path / "cache").schema_version == index_module.SCHEMA_VERSION
+    assert (
+        build_index(root, VERSION, tmp_path / "cache").schema_version == index_module.SCHEMA_VERSION
+    )
     path.write_bytes(b"rubbish")
     assert len(build_index(root, VERSION, tmp_path / "cache")) == 5
 
@@ -115,14 +117,22 @@ def test_missing_files_and_report(make_tree, tmp_path: Path) -> None:
     index = build_index(root, VERSION, tmp_path / "cache")
     gone = "samples/LIDAR_TOP/scene-0061_1_LIDAR_TOP_0.pcd.bin"
     (root / gone).unlink()
-    assert find_missing(root, [gone, "samples/CAM_BACK/scene-0061_1_CAM_BACK_0.jpg", "no/x"]) == {gone, "no/x"}
+    assert find_missing(root, [gone, "samples/CAM_BACK/scene-0061_1_CAM_BACK_0.jpg", "no/x"]) == {
+        gone,
+        "no/x",
+    }
     report = make_report(index, ("car", "barrier", "bus"))
     assert (report.num_scenes, report.num_samples, report.num_boxes) == (2, 3, 8)
     assert report.boxes_per_class == {"car": 2, "barrier": 2, "bus": 0}
     assert report.num_other_boxes == 4 and report.num_zero_point_boxes == 2
     assert report.num_nan_velocities == 4 and report.num_samples_without_boxes == 1
     lidar = report.files["LIDAR_TOP"]
-    assert (lidar.key_frames, lidar.missing_key_frames, lidar.sweeps, lidar.missing_sweeps) == (3, 1, 2, 0)
+    assert (lidar.key_frames, lidar.missing_key_frames, lidar.sweeps, lidar.missing_sweeps) == (
+        3,
+        1,
+        2,
+        0,
+    )
     assert report.samples_per_split["mini_train"] == 2
     assert "(1 missing)" in report.to_text() and json.dumps(report.to_json())
 

@@ -41,7 +41,9 @@ def frames(make_tree, tmp_path: Path):
     index = build_index(make_tree(empty=[("scene-0061", 1)]), VERSION, tmp_path / "cache")
 
     def make(inputs: Inputs = INPUTS, split: str | None = None, **kwargs) -> FrameSource:
-        return FrameSource(index, index.tokens if split is None else index.split(split), inputs, CLASSES, **kwargs)
+        return FrameSource(
+            index, index.tokens if split is None else index.split(split), inputs, CLASSES, **kwargs
+        )
 
     return make
 
@@ -109,7 +111,9 @@ def test_sweeps_equal_the_devkit(frames) -> None:
     source = frames(replace(INPUTS, lidar=LidarInput((-1e3,) * 3 + (1e3,) * 3, sweeps=3)))
     tables = Tables(source.index.root, VERSION)
     sample = tables.get("sample", "scene-0061_1")
-    cloud, ages = LidarPointCloud.from_file_multisweep(tables, sample, "LIDAR_TOP", "LIDAR_TOP", nsweeps=4)
+    cloud, ages = LidarPointCloud.from_file_multisweep(
+        tables, sample, "LIDAR_TOP", "LIDAR_TOP", nsweeps=4
+    )
     ours = read_points(source.frame(0, 1).lidar, source.inputs.lidar)
     assert len(ours) == cloud.points.shape[1] > 700
     np.testing.assert_allclose(ours[:, :4], cloud.points.T, atol=2e-3)
@@ -124,7 +128,8 @@ def test_radar_equals_the_devkit_and_turns_velocities(frames) -> None:
     theirs = RadarPointCloud.from_file(str(source[0].path)).points
     assert returns.shape == (4, 8) and theirs.shape[1] == 2
     front = returns[returns[:, 7] == 0]
-    # RADAR_FRONT looks along the ego's x, which is LIDAR_TOP's y; 2.4 m ahead of it, 12 ms (0.12 m) earlier.
+    # RADAR_FRONT looks along the ego's x, which is LIDAR_TOP's y; 2.4 m ahead of it, 12 ms (0.12 m)
+    # earlier.
     np.testing.assert_allclose(front[:, 1], theirs[0] + 2.4 - 0.12, atol=1e-4)
     np.testing.assert_allclose(front[:, 0], -theirs[1], atol=1e-4)
     np.testing.assert_allclose(front[:, 3], theirs[5])
@@ -137,14 +142,21 @@ def test_radar_files_empty_and_broken(tmp_path: Path, frames) -> None:
     path = frames().frame(0, 0).radar[0].path
     content = path.read_bytes()
     assert len(read_radar_file(path)) == 4
-    nan = np.frombuffer(content, read_radar_file(path).dtype, 4, content.index(b"DATA binary\n") + 12).copy()
+    nan = np.frombuffer(
+        content, read_radar_file(path).dtype, 4, content.index(b"DATA binary\n") + 12
+    ).copy()
     nan["x"][0] = np.nan
     head = content[: content.index(b"DATA binary\n") + 12]
     path.write_bytes(head + nan.tobytes())
     assert len(read_radar_file(path)) == 0
     path.write_bytes(head.replace(b"WIDTH 4", b"WIDTH 0"))
     assert len(read_radar_file(path)) == 0
-    for broken in (content[: len(head) + 20], b"", b"DATA binary\n", head.replace(b"TYPE F", b"TYPE Q")):
+    for broken in (
+        content[: len(head) + 20],
+        b"",
+        b"DATA binary\n",
+        head.replace(b"TYPE F", b"TYPE Q"),
+    ):
         path.write_bytes(broken)
         with pytest.raises(InputError, match=rf"radar file .*{path.name} \({len(broken)} bytes\)"):
             read_radar((RadarSource(path, np.eye(4), 0.0, 0),), INPUTS.radar)
@@ -155,14 +167,19 @@ def test_radar_files_empty_and_broken(tmp_path: Path, frames) -> None:
     [
         (lambda whole: whole[: 20 * 100 + 8], r"\(2008 bytes\) is cut"),
         (lambda whole: b"", r"\(0 bytes\) is empty"),
-        (lambda whole: np.float32([[1, 2, np.nan, 0, 0], [1, 2, np.inf, 0, 0]]).tobytes(), "in 2 of 2 points"),
+        (
+            lambda whole: np.float32([[1, 2, np.nan, 0, 0], [1, 2, np.inf, 0, 0]]).tobytes(),
+            "in 2 of 2 points",
+        ),
     ],
 )
 def test_broken_lidar_names_path_size_and_sample(frames, content, message: str) -> None:
     source = frames(Inputs(lidar=LidarInput(RANGE, sweeps=0)))
     path = source.frame(0, 2).lidar[0].path
     path.write_bytes(content(path.read_bytes()))
-    with pytest.raises(InputError, match=rf"sample scene-0061_2: the lidar file {path} .*{message}"):
+    with pytest.raises(
+        InputError, match=rf"sample scene-0061_2: the lidar file {path} .*{message}"
+    ):
         assemble(source.frame(0, 2), source.inputs)
 
 
@@ -176,7 +193,9 @@ def test_broken_images_name_path_and_sample_in_every_worker_setting(frames, kind
     elif kind == "small":
         Image.new("RGB", (80, 45)).save(path)
     else:
-        path.write_bytes({"half": whole[: len(whole) // 2], "empty": b"", "text": b"not a picture"}[kind])
+        path.write_bytes(
+            {"half": whole[: len(whole) // 2], "empty": b"", "text": b"not a picture"}[kind]
+        )
     with pytest.raises(InputError, match=rf"^sample scene-0061_2: the image {path} ") as error:
         list(TorchLoader(num_workers=1 if kind == "half" else 0).open(source, Schedule(5, 1), 0, 5))
     assert "Traceback" not in str(error.value) and "\n" not in str(error.value)
@@ -203,7 +222,9 @@ def test_batches_do_not_depend_on_workers(frames, num_workers: int, method: str 
     assert len(got) == 4 and all(equal(a, b) for a, b in zip(got, expected, strict=True))
     for batch in got:
         batch.validate()
-        assert batch.cameras.images.shape == (2, 2, 3, 32, 64) and batch.points.features.shape[2] == 5
+        assert (
+            batch.cameras.images.shape == (2, 2, 3, 32, 64) and batch.points.features.shape[2] == 5
+        )
 
 
 def test_loading_leaves_the_random_numbers_alone(frames) -> None:
@@ -247,7 +268,9 @@ def test_real_frames_load(tmp_path: Path) -> None:
     source = FrameSource(index, index.split("real_lidar"), inputs, CLASSES)
     batch = next(TorchLoader().open(source, Schedule(2, 2, shuffle=False), 0, 1)).validate()
     assert batch.cameras.images.shape == (2, 6, 3, 128, 352)
-    assert batch.points.count.tolist() == [len(read_points(source.frame(0, i).lidar, inputs.lidar)) for i in (0, 1)]
+    assert batch.points.count.tolist() == [
+        len(read_points(source.frame(0, i).lidar, inputs.lidar)) for i in (0, 1)
+    ]
     assert all(20_000 < count < 34_720 for count in batch.points.count.tolist())
     assert read_lidar_file(source.frame(0, 0).lidar[0].path).shape == (34_688, 5)
     assert abs(batch.cameras.images.mean().item()) < 1.0 and batch.cameras.images.std().item() > 0.5

@@ -45,7 +45,11 @@ def test_global_order_does_not_depend_on_ranks(num_samples: int) -> None:
     two = [Schedule(num_samples, 2, rank, 2, seed=1) for rank in range(2)]
     assert len(one) == len(two[0]) == len(two[1])
     for micro_step in range(2 * len(one)):
-        dealt = [places for pair in zip(*(s.batch(micro_step) for s in two), strict=True) for places in pair]
+        dealt = [
+            places
+            for pair in zip(*(s.batch(micro_step) for s in two), strict=True)
+            for places in pair
+        ]
         assert dealt == one.batch(micro_step)
 
 
@@ -57,7 +61,10 @@ def test_few_samples_wrap_round_in_training_and_stay_short_in_evaluation() -> No
     ragged = [Schedule(5, 2, rank, 2, shuffle=False, ragged=True) for rank in range(2)]
     assert [len(s) for s in ragged] == [2, 2]
     assert [ragged[0].batch(m) for m in range(2)] == [[(0, 0), (0, 2)], [(0, 4)]]
-    assert [ragged[1].batch(m) for m in range(2)] == [[(0, 1), (0, 3)], [(0, 0)]]  # a repeat, not a hang
+    assert [ragged[1].batch(m) for m in range(2)] == [
+        [(0, 1), (0, 3)],
+        [(0, 0)],
+    ]  # a repeat, not a hang
     assert Schedule(5, 2, shuffle=False, ragged=True).batch(2) == [(0, 4)]
 
 
@@ -88,15 +95,15 @@ def test_stream_goes_on_where_it_stopped() -> None:
 
 def test_random_generators_are_set_before_each_batch() -> None:
     def draw() -> tuple:
-        return torch.rand(1).item(), np.random.rand(), random.random()
+        return torch.rand(1).item(), np.random.rand(), random.random()  # noqa: NPY002
 
     schedule = Schedule(4, 1, seed=2)
     draws = [draw() for _ in BatchStream(Echo(), None, schedule, 4)]
-    torch.rand(5), np.random.rand(5)
+    torch.rand(5), np.random.rand(5)  # noqa: NPY002
     assert [draw() for _ in BatchStream(Echo(), None, schedule, 4, micro_step=2)] == draws[2:]
     assert len(set(draws)) == 4
     other = Schedule(4, 1, rank=1, world_size=2, seed=2)
-    assert [draw() for _ in BatchStream(Echo(), None, other, 4)][0] != draws[0]
+    assert next(draw() for _ in BatchStream(Echo(), None, other, 4)) != draws[0]
     seed_everything(2, 0, 3)
     assert draw() == draws[3]
 
@@ -104,7 +111,10 @@ def test_random_generators_are_set_before_each_batch() -> None:
 def test_another_order_is_refused() -> None:
     stream = BatchStream(Echo(), None, Schedule(5, 2, seed=9), 8)
     state = stream.state_dict()
-    for changed, name in ((Schedule(5, 3, seed=9), "batch_size"), (Schedule(6, 2, seed=9), "num_samples")):
+    for changed, name in (
+        (Schedule(5, 3, seed=9), "batch_size"),
+        (Schedule(6, 2, seed=9), "num_samples"),
+    ):
         with pytest.raises(InputError, match=f"{name} = .*init_from"):
             BatchStream(Echo(), None, changed, 8).load_state_dict(state)
 

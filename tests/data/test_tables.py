@@ -42,7 +42,12 @@ def test_sweeps_go_back_to_the_scenes_start(make_tree) -> None:
     readings = read(make_tree())[1].readings
     rows = readings.find("LIDAR_TOP")
     assert readings.depth[rows].tolist() == [0, 1, 2, 3]
-    assert [readings.path[r].split("/")[0] for r in rows] == ["samples", "sweeps", "sweeps", "samples"]
+    assert [readings.path[r].split("/")[0] for r in rows] == [
+        "samples",
+        "sweeps",
+        "sweeps",
+        "samples",
+    ]
     ages = (readings.timestamp[rows[0]] - readings.timestamp[rows]) * 1e-6
     np.testing.assert_allclose(ages, [0, 0.05, 0.1, 0.5])
     assert readings.find("CAM_FRONT") and len(readings.find("CAM_FRONT")) == 1
@@ -112,7 +117,9 @@ def test_splits_are_the_official_and_the_custom_ones_with_scenes_here(make_tree)
         read_splits(Tables(root, VERSION))
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../secret.jpg", "samples/../../x.jpg", "C:\\x.jpg"])
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../secret.jpg", "samples/../../x.jpg", "C:\\x.jpg"]
+)
 def test_paths_that_leave_the_root_are_refused(make_tree, name: str) -> None:
     root = make_tree()
     edit(root, "sample_data", lambda records: records[0].update(filename=name))
@@ -122,7 +129,11 @@ def test_paths_that_leave_the_root_are_refused(make_tree, name: str) -> None:
 
 def test_backslashes_become_slashes(make_tree) -> None:
     root = make_tree()
-    edit(root, "sample_data", lambda rs: [r.update(filename=r["filename"].replace("/", "\\")) for r in rs])
+    edit(
+        root,
+        "sample_data",
+        lambda rs: [r.update(filename=r["filename"].replace("/", "\\")) for r in rs],
+    )
     assert read(root)[0].readings.path[0] == "samples/CAM_BACK/scene-0061_0_CAM_BACK_0.jpg"
 
 
@@ -176,7 +187,10 @@ def test_real_frames_equal_the_devkit() -> None:
                 np.testing.assert_array_equal(sample.readings.intrinsic[row], intrinsic)
                 continue
             # The devkit's boxes in the sensor's frame, against ours taken there by our poses.
-            pose, calibration = sample.readings.global_from_ego[row], sample.readings.ego_from_sensor[row]
+            pose, calibration = (
+                sample.readings.global_from_ego[row],
+                sample.readings.ego_from_sensor[row],
+            )
             inverse = np.linalg.inv(pose_to_transform(pose) @ pose_to_transform(calibration))
             centres = sample.annotations.centre @ inverse[:3, :3].T + inverse[:3, 3]
             np.testing.assert_allclose(centres, [box.center for box in boxes], atol=1e-8)

@@ -1,0 +1,108 @@
+"""Sensor files as nuScenes stores them. What cannot be used ends in a sentence with path and
+size."""
+
+from pathlib import Path
+
+import numpy as np
+
+from bev_lightning.errors import InputError
+
+_PCD_TYPES = {
+    ("F", 4): "<f4",
+    ("F", 8): "<f8",
+    ("I", 1): "i1",
+    ("I", 2): "<i2",
+    ("I", 4): "<i4",
+    ("U", 1): "u1",
+    ("U", 2): "<u2",
+    ("U", 4): "<u4",
+}
+
+
+def read_lidar_file(path: Path) -> np.ndarray:
+    """``(P, 5)`` float32 as stored: x, y, z [m], intensity 0..255, ring.
+
+    Raises:
+        InputError: absent, empty, no multiple of 20 bytes, NaN or infinity.
+    """
+    content = read_bytes(path, "lidar file")
+    if len(content) == 0 or len(content) % 20:
+        what = (
+            "is empty"
+            if not content
+            else "is cut: its length is no multiple of 5 floats (20 bytes)"
+        )
+        raise InputError(
+            f"the lidar file {path} ({len(content)} bytes) {what}; replace it, or leave such "
+            f"samples out with "
+            f"data.on_missing=skip"
+        )
+    points = np.frombuffer(content, np.float32).reshape(-1, 5)
+    bad = int((~np.isfinite(points)).any(axis=1).sum())
+    if bad:
+        raise InputError(
+            f"the lidar file {path} ({len(content)} bytes) holds NaN or infinity in {bad} of "
+            f"{len(points)} points; "
+            f"replace it, or leave such samples out with data.on_missing=skip"
+        )
+    return points
+
+
+def read_radar_file(path: Path) -> np.ndarray:
+    """All returns of nuScenes' binary .pcd as a structured array with the header's field names;
+    empty where the first return is NaN, by which nuScenes marks an empty file.
+
+    Raises:
+        InputError: absent, another format, or shorter than its header says.
+    """
+    content = read_bytes(path, "radar file")
+    try:
+        end = content.index(b"DATA binary\n") + len(b"DATA binary\n")
+        lines = content[:end].decode("ascii").splitlines()
+        header = {line.split(" ")[0]: line.split(" ")[1:] for line in lines if line}
+        kinds = [_PCD_TYPES[t, int(s)] for t, s in zip(header["TYPE"], header["SIZE"], strict=True)]
+        layout = np.dtype(list(zip(header["FIELDS"], kinds, strict=True)))
+        num = int(header["WIDTH"][0]) * int(header["HEIGHT"][0])
+        returns = (
+            np.frombuffer(content, layout, count=num, offset=end) if num else np.zeros(0, layout)
+        )
+        floats = [n for n in layout.names or () if layout[n].kind == "f"]
+        for name in (
+            "x",
+            "y",
+            "z",
+            "dyn_prop",
+            "rcs",
+            "vx_comp",
+            "vy_comp",
+            "ambig_state",
+            "invalid_state",
+        ):
+            returns[name]
+    except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"the radar file {path} ({len(content)} bytes) is not a whole binary .pcd of nuScenes "
+            f"({describe(error)}); "
+            f"replace it, or leave such samples out with data.on_missing=skip"
+        ) from None
+    if num and any(np.isnan(returns[name][0]) for name in floats):
+        return returns[:0]
+    return returns
+
+
+def read_bytes(path: Path, kind: str) -> bytes:
+    """A whole file. Raises InputError, which calls it a ``kind``, where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"the {kind} {path} cannot be read ({error.strerror}): restore it, or leave such "
+            f"samples out with "
+            f"data.on_missing=skip"
+        ) from None
+
+
+def describe(error: BaseException) -> str:
+    """An error's text in one line, without the memory address PIL puts in."""
+    text = " ".join(str(error).split())
+    return "not an image" if "cannot identify image file" in text else text or type(error).__name__

@@ -1,0 +1,227 @@
+"""The DataModule under Lightning: steps, shards, resume, reports."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from bev_lightning.data.augment import Augment
+from bev_lightning.data.datamodule import DetectionDataModule
+from bev_lightning.data.reader import TorchLoader
+from bev_lightning.data.synthetic import SyntheticSpec
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Inputs, LidarInput
+
+CLASSES = ("car", "pedestrian")
+RANGE = (-20.0, -20.0, -5.0, 20.0, 20.0, 5.0)
+
+
+@pytest.fixture
+def make_data(make_tree, tmp_path: Path):
+    root = make_tree(scenes=(("scene-0061", 3), ("scene-0103", 3)))
+
+    def make(**changes) -> DetectionDataModule:
+        arguments = {
+            "root": str(root),
+            "version": "v1.0-mini",
+            "train_split": "mini_train",
+            "val_split": "mini_val",
+            "batch_size": 2,
+            "val_batch_size": 2,
+            "on_missing": "error",
+            "classes": CLASSES,
+            "num_workers": 0,
+            "inputs": Inputs(lidar=LidarInput(RANGE, sweeps=1)),
+            "augment": Augment(),
+            "loader": TorchLoader(),
+            "cache_dir": str(tmp_path / "cache"),
+            "seed": 3,
+        }
+        return DetectionDataModule(**{**arguments, **changes})
+
+    return make
+
+
+class Noisy(L.LightningModule):
+    """Learns from points, and from random numbers, as dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 1)
+        self.seen: list = []
+        self.validated: list = []
+
+    def training_step(self, batch, number: int) -> torch.Tensor:
+        self.seen.append(batch.sample_tokens)
+        noise = torch.rand(()) * 1e-3
+        return (
+            self.layer(batch.points.features / 50).pow(2).mean() + noise * self.layer.weight.sum()
+        )
+
+    def validation_step(self, batch, number: int) -> None:
+        assert batch.targets is not None
+        self.validated.append(batch.sample_tokens)
+
+    def predict_step(self, batch, number: int) -> tuple:
+        assert batch.targets is None
+        return batch.sample_tokens
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def trainer(tmp_path: Path, **arguments) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            "num_sanity_val_steps": 0,
+            "check_val_every_n_epoch": None,
+            "val_check_interval": 2,
+            "default_root_dir": tmp_path,
+            **arguments,
+        }
+    )
+
+
+def test_fit_makes_max_steps_times_accumulation_micro_steps(make_data, tmp_path: Path) -> None:
+    data, module = make_data(), Noisy()
+    fit = trainer(tmp_path, max_steps=3, accumulate_grad_batches=2)
+    fit.fit(module, datamodule=data)
+    assert fit.global_step == 3 and len(module.seen) == 6
+    assert data.steps_per_epoch == 2  # three samples in batches of two
+    assert all(len(tokens) == 2 for tokens in module.seen)
+    assert data.stream.micro_step == 6 and data.stream.seconds_waited > 0
+    assert set(sum(module.seen[:2], ())) == set(data.train_tokens)
+    one_pass = [("scene-0103_0", "scene-0103_1"), ("scene-0103_2",)]
+    assert module.validated == one_pass * 3 and data.val_tokens == sum(one_pass, ())
+
+
+def test_epochs_work_too(make_data, tmp_path: Path) -> None:
+    module = Noisy()
+    trainer(tmp_path, max_epochs=2, val_check_interval=2).fit(module, datamodule=make_data())
+    assert len(module.seen) == 4 and module.seen[:2] != module.seen[2:]
+
+
+def test_predict_has_no_targets(make_data, tmp_path: Path) -> None:
+    tokens = trainer(tmp_path).predict(Noisy(), datamodule=make_data())
+    assert sum(tokens, ()) == ("scene-0103_0", "scene-0103_1", "scene-0103_2")
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_resumed_run_equals_an_undisturbed_one(make_data, tmp_path: Path, stop: int) -> None:
+    torch.manual_seed(0)
+    whole = Noisy()
+    start = {name: value.clone() for name, value in whole.state_dict().items()}
+    trainer(tmp_path, max_steps=4, limit_val_batches=0).fit(whole, datamodule=make_data())
+    first, second = Noisy(), Noisy()
+    first.load_state_dict(start)
+    fit = trainer(
+        tmp_path,
+        max_steps=4,
+        limit_val_batches=0,
+        callbacks=[_SaveAndStop(stop, tmp_path / "at.ckpt")],
+    )
+    fit.fit(first, datamodule=make_data())
+    torch.rand(7)
+    last = trainer(tmp_path, max_steps=4, limit_val_batches=0)
+    last.fit(second, datamodule=make_data(), ckpt_path=str(tmp_path / "at.ckpt"), weights_only=True)
+    assert first.seen + second.seen == whole.seen
+    assert last.global_step == 4
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+
+
+class _SaveAndStop(L.Callback):
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def test_resume_with_another_order_is_refused(make_data, tmp_path: Path) -> None:
+    save = _SaveAndStop(1, tmp_path / "at.ckpt")
+    trainer(tmp_path, max_steps=2, limit_val_batches=0, callbacks=[save]).fit(
+        Noisy(), datamodule=make_data()
+    )
+    with pytest.raises(InputError, match="batch_size = 2 and this run has 1"):
+        trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(
+            Noisy(), datamodule=make_data(batch_size=1), ckpt_path=str(save.path), weights_only=True
+        )
+
+
+def test_fewer_samples_than_the_batch(make_data, tmp_path: Path) -> None:
+    module = Noisy()
+    data = make_data(batch_size=8, val_batch_size=8)
+    trainer(tmp_path, max_steps=2).fit(module, datamodule=data)
+    assert [len(tokens) for tokens in module.seen] == [8, 8]
+    assert module.validated == [("scene-0103_0", "scene-0103_1", "scene-0103_2")]
+
+
+def test_missing_and_unreadable_files_are_reported(make_data, tmp_path: Path) -> None:
+    data = make_data(on_missing="skip", inputs=Inputs(lidar=LidarInput(RANGE, sweeps=0)))
+    data.prepare_data()
+    lidar = Path(data.root) / "samples" / "LIDAR_TOP"
+    (lidar / "scene-0061_0_LIDAR_TOP_0.pcd.bin").unlink()
+    (lidar / "scene-0061_1_LIDAR_TOP_0.pcd.bin").write_bytes(b"1234")
+    module = Noisy()
+    fit = trainer(tmp_path, max_steps=1, limit_val_batches=0)
+    with pytest.warns(UserWarning, match="are left out") as caught:
+        fit.fit(module, datamodule=data)
+    texts = [str(w.message) for w in caught]
+    assert any(t.startswith("1 of 3 samples of the split mini_train are left out") for t in texts)
+    assert any(
+        t.startswith("1 samples could not be read") and "(4 bytes) is cut" in t for t in texts
+    )
+    assert module.seen == [("scene-0061_2", "scene-0061_2")]
+    with pytest.raises(InputError, match="data.on_missing=skip"):
+        make_data().setup("fit")
+
+
+def test_scenes_without_can_bus_are_named_once(make_data) -> None:
+    data = make_data()
+    with pytest.warns(UserWarning, match="scene-0061, scene-0103") as caught:
+        data.setup()
+    data.setup("validate")
+    assert len([w for w in caught if "CAN bus" in str(w.message)]) == 1
+
+
+def test_nonsense_is_refused(make_data) -> None:
+    with pytest.raises(InputError, match="on_missing=ignore"):
+        make_data(on_missing="ignore")
+    with pytest.raises(InputError, match="data.batch_size=0"):
+        make_data(batch_size=0)
+    with pytest.raises(InputError, match="data.synthetic.version=v1.0-trainval"):
+        make_data(synthetic=SyntheticSpec())
+    with pytest.raises(InputError, match="'no_such_split'"):
+        make_data(train_split="no_such_split").setup("fit")
+    with pytest.raises(InputError, match="spaceship"):
+        make_data(classes=("car", "spaceship"))
+
+
+def test_synthetic_data_is_made_on_first_use(make_data, tmp_path: Path) -> None:
+    spec = SyntheticSpec(
+        version="v1.0-mini",
+        num_train_scenes=1,
+        num_val_scenes=1,
+        frames_per_scene=2,
+        image_size=(36, 64),
+        num_beams=8,
+        num_azimuths=60,
+        sweeps_per_frame=1,
+    )
+    data = make_data(root=str(tmp_path / "synthetic"), synthetic=spec, num_workers=1)
+    data.prepare_data()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader())).validate()
+    assert batch.size == 2 and len(data.train_tokens) == 2 and int(batch.points.count.min()) > 50
