@@ -1,0 +1,29 @@
+"""The machine and the batch."""
+
+from bev_lightning.accelerate.plan import BatchPlan, Machine, choose_num_workers, detect_machine
+
+
+def test_batch_arithmetic() -> None:
+    plan = BatchPlan(num_processes=4, batch_size=2, accumulation=8)
+    assert plan.effective_batch == 64
+    assert str(plan) == "64 samples per optimizer step = 4 processes x 2 x 8 accumulated"
+
+
+def test_workers_leave_a_core_to_training() -> None:
+    assert choose_num_workers(32, 4, on_cuda=True) == 7
+    assert choose_num_workers(128, 1, on_cuda=True) == 8
+    assert choose_num_workers(2, 4, on_cuda=True) == 1
+    assert choose_num_workers(2, 1, on_cuda=False) == 1
+    assert choose_num_workers(16, 2, on_cuda=False) == 2
+
+
+def test_this_machine_is_seen() -> None:
+    machine = detect_machine()
+    assert machine.num_cpus >= 1
+    assert (machine.card is None) == (machine.num_cuda_devices == 0)
+    assert set(machine.to_dict()) >= {"num_cuda_devices", "card", "memory_gib", "capability"}
+
+
+def test_a_machine_in_words() -> None:
+    assert str(Machine(num_cpus=2)) == "2 CPU cores, no CUDA device"
+    assert str(Machine(4, "RTX 3090", 23.6, 8.6, 32)) == "4 x RTX 3090 (24 GiB), 32 CPU cores"

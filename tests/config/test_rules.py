@@ -1,0 +1,190 @@
+"""What may be asked for, and what `auto` becomes."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from bev_lightning.accelerate.plan import Machine
+from bev_lightning.composition import config_dir
+from bev_lightning.config import check, check_machine, load, resolve
+from bev_lightning.errors import InputError
+
+AXES = ("hardware", "precision", "accumulation", "strategy")
+CPU = Machine(num_cpus=8)
+FOUR_3090 = Machine(4, "NVIDIA GeForce RTX 3090", 23.6, 8.6, num_cpus=32)
+TWO_2080 = Machine(2, "NVIDIA GeForce RTX 2080 Ti", 10.7, 7.5, num_cpus=16)
+
+
+def axis(group: str) -> dict[str, DictConfig]:
+    files = sorted((config_dir() / group).glob("*.yaml"))
+    return {path.stem: OmegaConf.load(path) for path in files}  # type: ignore[misc]
+
+
+def leaves(node: Any, prefix: str = "") -> set[str]:
+    if not isinstance(node, dict):
+        return {prefix}
+    return set().union(*(leaves(value, f"{prefix}.{key}") for key, value in node.items()))
+
+
+def written_by(group: str) -> set[str]:
+    return set().union(
+        *(leaves(OmegaConf.to_container(file, resolve=False)) for file in axis(group).values())
+    )
+
+
+def test_the_speed_axes_write_disjoint_keys() -> None:
+    for one, other in itertools.combinations(AXES, 2):
+        assert written_by(one) & written_by(other) == set(), (one, other)
+    for group in AXES:
+        assert (config_dir() / group).is_dir()
+        for path in (config_dir() / group).glob("*.yaml"):
+            assert path.read_text().startswith("# @package _global_\n"), path
+
+
+def test_each_choice_composes_to_the_base_plus_its_own_file() -> None:
+    # With this and disjoint keys, merging the files is what Hydra would compose for the product.
+    base = load("train")
+    for group in AXES:
+        for choice, file in axis(group).items():
+            composed = load("train", [f"{group}={choice}"])
+            with_file = OmegaConf.merge(base, file)
+            assert OmegaConf.to_container(composed) == OmegaConf.to_container(with_file), choice
+
+
+def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
+    base = OmegaConf.masked_copy(load("train"), ["verb", "seed", "trainer", "hardware", "optim"])
+    accepted, refused = 0, 0
+    product = itertools.product(*(axis(group).items() for group in AXES))
+    for (hw, hardware), (pr, precision), (_, accumulation), (st, strategy) in product:
+        cfg = OmegaConf.merge(base, hardware, precision, accumulation, strategy)
+        assert isinstance(cfg, DictConfig)
+        several = hw in ("4x3090", "4x4090", "4n1x4090")
+        impossible = pr == "fp8" or (pr == "16" and hw == "cpu") or (st == "single" and several)
+        try:
+            check(cfg)
+        except InputError as error:
+            assert impossible, (hw, pr, st)
+            assert re.search(r"; (use|set) ", str(error)), error
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            assert not impossible, (hw, pr, st)
+            accepted += 1
+    assert accepted + refused == 8 * 5 * 4 * 3
+    assert accepted > 200
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["precision=fp8"], "precision=fp8 is not available in this version; use precision=bf16"),
+        (["hardware=cpu", "precision=16"], "precision=16 needs a CUDA device"),
+        (["strategy=single", "hardware.devices=2"], "strategy=single is one process"),
+        (["trainer.devices=2"], "set hardware.devices and hardware.nodes alone"),
+        (["trainer.precision=8"], "trainer.precision=8 is unknown"),
+        (["trainer.strategy=fsdp"], "trainer.strategy=fsdp is unknown"),
+        (["trainer.accumulate_grad_batches=0"], "must be a whole number of at least 1"),
+        (["data.batch_size=two"], "data.batch_size=two must be a whole number"),
+        (["data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number"),
+        (["trainer.max_steps=-1"], "leave nothing to train"),
+        (["optim.lr=fast"], "optim.lr=fast must be a positive number"),
+        (["data.on_missing=ignore"], "use data.on_missing=error or skip"),
+        (["data.classes=[car,cat]"], "data.classes holds cat"),
+        (["data.classes=[car,car]"], "names a class twice"),
+        (["paths.cache=data/synthetic/cache"], "lies inside data.root=data/synthetic"),
+        (["init_from=a.ckpt", "resume=b.ckpt"], "init_from and resume are both set"),
+    ],
+)
+def test_meaning_is_checked_without_a_machine(words: list[str], sentence: str) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence)) as refusal:
+        check(load("train", words))
+    assert "\n" not in str(refusal.value)
+
+
+def test_evaluation_needs_a_checkpoint() -> None:
+    with pytest.raises(InputError, match="evaluate needs a checkpoint; give ckpt=FILE"):
+        check(load("evaluate"))
+
+
+def test_a_profile_that_the_machine_lacks_is_refused() -> None:
+    words = ["hardware=4x3090"]
+    with pytest.raises(InputError, match="needs 4 CUDA devices, this machine has 0; use hardware="):
+        check_machine(load("train", words), CPU)
+    check_machine(load("train", words), FOUR_3090)
+    check_machine(load("train", ["hardware=1x3090"]), FOUR_3090)
+    with pytest.raises(InputError, match=r"needs compute capability 8.9, the NVIDIA GeForce RTX 3"):
+        check_machine(load("train", ["hardware=4x4090"]), FOUR_3090)
+    with pytest.raises(InputError, match="needs cards of 139 GiB"):
+        check_machine(load("train", ["hardware=1xh200"]), Machine(1, "H100", 79.1, 9.0))
+    for words in ([], ["hardware=cpu", "hardware.devices=2"]):
+        check_machine(load("train", words), CPU)
+
+
+def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"data.root=/nowhere does not exist; set data.root to"):
+        check_machine(load("train", ["data=nuscenes", "data.root=/nowhere"]), CPU)
+    (tmp_path / "v1.0-mini").mkdir()
+    words = ["data=nuscenes", f"data.root={tmp_path}"]
+    with pytest.raises(
+        InputError, match=r"has no folder v1.0-trainval; set data.version=v1.0-mini"
+    ):
+        check_machine(load("train", words), CPU)
+    check_machine(load("train", [*words, "data.version=v1.0-mini"]), CPU)
+    with pytest.raises(InputError, match=r"resume=no.ckpt does not exist"):
+        check_machine(load("train", ["resume=no.ckpt"]), CPU)
+
+
+def autos(node: Any) -> bool:
+    if isinstance(node, dict):
+        return any(map(autos, node.values()))
+    return any(map(autos, node)) if isinstance(node, list) else node == "auto"
+
+
+def test_auto_on_a_cpu() -> None:
+    cfg = load("train")
+    before = OmegaConf.to_container(cfg)
+    plain = resolve(cfg, CPU, Path("somewhere"))
+    assert OmegaConf.to_container(cfg) == before
+    assert not autos(OmegaConf.to_container(plain))
+    assert plain.trainer.accelerator == "cpu"
+    assert plain.trainer.devices == 1
+    assert plain.trainer.precision == "32-true"
+    assert plain.trainer.strategy.device == "cpu"
+    assert plain.loader == plain.data.loader
+    assert plain.loader._target_ == "bev_lightning.data.reader.TorchLoader"
+    assert (plain.loader.num_workers, plain.loader.pin_memory) == (2, False)
+    assert plain.paths.run == "somewhere"
+    assert OmegaConf.is_readonly(plain)
+    check(plain)
+
+
+def test_auto_on_cards() -> None:
+    plain = resolve(load("train"), FOUR_3090)
+    assert (plain.trainer.accelerator, plain.trainer.devices) == ("gpu", 4)
+    assert (plain.trainer.precision, plain.trainer.strategy) == ("bf16-mixed", "ddp")
+    assert (plain.hardware.card, plain.hardware.capability) == (FOUR_3090.card, 8.6)
+    assert (plain.loader.num_workers, plain.loader.pin_memory) == (7, True)
+    assert resolve(load("train"), TWO_2080).trainer.precision == "16-mixed"
+    single = resolve(load("train", ["strategy=single"]), FOUR_3090)
+    assert single.trainer.devices == 1
+    assert single.trainer.strategy.device == "cuda:0"
+
+
+def test_what_is_said_stays_said() -> None:
+    words = ["hardware=cpu", "hardware.devices=2", "loader=auto", "loader.num_workers=0"]
+    plain = resolve(load("train", words), FOUR_3090)
+    assert (plain.trainer.accelerator, plain.trainer.devices) == ("cpu", 2)
+    assert plain.trainer.strategy == "ddp"
+    assert plain.loader.num_workers == 0
+    assert resolve(load("train", ["loader=dali"]), CPU).loader._target_.endswith("DaliLoader")
+
+
+def test_every_verb_resolves() -> None:
+    for verb in ("prepare", "evaluate", "predict"):
+        plain = resolve(load(verb, ["data.root=x", "++ckpt=x"]), CPU)
+        assert not autos(OmegaConf.to_container(plain))
+        assert plain.verb == verb
