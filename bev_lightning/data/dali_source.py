@@ -1,9 +1,9 @@
-"""What DALI's worker processes do: read and check image files, plan their pixels, sum up the sweeps.
+"""What DALI's worker processes do: read and check image files, plan their pixels, sum up sweeps.
 
-Everything that can go wrong with a file goes wrong here, where file and sample are known, and travels as
-data: an exception would kill the pipeline, and a decoder's error names no file. Points are finished here
-too and not in the graph: a filter keeps an unforeseeable number of rows, which DALI has no operator for,
-and what is left after it is a fraction of what would be uploaded before it.
+Everything that can go wrong with a file goes wrong here, where file and sample are known, and travels
+as data: an exception would kill the pipeline, and a decoder's error names no file. Points are finished
+here too and not in the graph: a filter keeps an unforeseeable number of rows, which DALI has no
+operator for, and what is left after it is a fraction of what would be uploaded before it.
 
 DALI starts these processes by spawning, so this file knows nothing of DALI or CUDA.
 """
@@ -29,13 +29,14 @@ _SCAN = 0xDA
 class PixelPlan:
     """An affine pixel map as two operators: an antialiased resize of a region, then one warp.
 
-    A warp alone would alias: it reads four pixels however far it shrinks. So the region of the original
-    that the network sees is first resized to the network's scale; where the map has no rotation, its pixels
-    then coincide with the network's and the warp only places them. The warp is fed the exact
-    remainder, so geometry does not depend on how well the map splits.
+    A warp alone would alias: it reads four pixels however far it shrinks. So the region of the
+    original that the network sees is first resized to the network's scale; where the map has no
+    rotation, its pixels then coincide with the network's and the warp only places them. The warp is
+    fed the exact remainder, so geometry does not depend on how well the map splits.
 
     Attributes:
-        region_start, region_end: ``(2,)`` y, x in the original [pixels, corner origin]; start > end mirrors.
+        region_start, region_end: ``(2,)`` y, x in the original [pixels, corner origin]; start > end
+            mirrors.
         resized: ``(2,)`` height, width of the resized region [pixels].
         resized_from_network: ``(3, 3)`` pixel map, centres at integers. All float32.
     """
@@ -48,7 +49,7 @@ class PixelPlan:
 
 @dataclass(frozen=True)
 class Slot:
-    """One entry of the DALI batch: a camera of a frame. The first camera's also carries its point clouds.
+    """One entry of the DALI batch: a camera of a frame. The first one also carries its point clouds.
 
     Attributes:
         image: ``(n,)`` uint8 encoded file.
@@ -66,8 +67,8 @@ class Slot:
 class SlotSource:
     """The callable that DALI asks for micro-steps.
 
-    What it gives follows from the number alone, so that any worker may be asked and a loader that is
-    opened at any micro-step goes on exactly there.
+    What it gives follows from the number alone, so that any worker may be asked and a loader that
+    is opened at any micro-step goes on exactly there.
     """
 
     def __init__(self, frames: FrameSource, schedule: Schedule, start: int, stop: int) -> None:
@@ -77,13 +78,14 @@ class SlotSource:
         self.stop = stop
 
     def __call__(self, iteration: int) -> tuple[list[np.ndarray], ...]:
-        """All slots of micro-step ``start + iteration``: first those of the oldest frames of all samples,
-        last the current frames', within a sample camera by camera.
+        """All slots of micro-step ``start + iteration``: first those of the oldest frames of all
+        samples, last the current frames', within a sample camera by camera.
 
         Returns:
-            the arrays of each slot: its image and the four of its plan if the model reads cameras, points,
-            radar, and a note ``(k,)`` uint8; the first slot's is JSON, ``{"skipped": [...]}`` with each sample's
-            sentences of skipped samples by token, or ``{"error": sentence}``.
+            the arrays of each slot: its image and the four of its plan if the model reads cameras,
+            points, radar, and a note ``(k,)`` uint8. The first slot's note is JSON: either
+            ``{"skipped": [...]}`` with, for each sample, the sentences of those skipped by token, or
+            ``{"error": sentence}``.
 
         Raises:
             StopIteration: past the last micro-step.
@@ -154,9 +156,9 @@ def read_slots(frame: Frame, inputs: Inputs) -> list[Slot]:
 def read_encoded(source: ImageSource) -> np.ndarray:
     """``(n,)`` uint8 bytes of an image that will decode to the size the tables promise.
 
-    A JPEG's markers are walked and its end marker is looked for, which finds files cut short without
-    decoding them. What does not pass is judged by the plain reader, so that both loaders refuse
-    the same files in the same words.
+    A JPEG's markers are walked and its end marker is looked for, which finds files cut short
+    without decoding them. What does not pass is judged by the plain reader, so that both loaders
+    refuse the same files in the same words.
 
     Raises:
         InputError: missing, empty, cut short, no image or of another size.
@@ -195,8 +197,8 @@ def plan_pixels(
     """
     corner = _shift(0.5, 0.5) @ network_from_original @ _shift(-0.5, -0.5)
     linear = corner[:2, :2]
-    # linear = rotation @ diag(scale), a mirror being a negative first scale. What is no such product
-    # (shear) is left to the warp.
+    # linear = rotation @ diag(scale), a mirror being a negative first scale. What is no such
+    # product (shear) is left to the warp.
     scale = np.hypot(linear[0], linear[1])
     scale[0] *= math.copysign(1.0, np.linalg.det(linear))
     angle = math.atan2(-linear[0, 1], linear[1, 1])
@@ -222,7 +224,7 @@ def plan_pixels(
 
 
 def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Marker, begin and end of the payload of a JPEG's segments up to the first scan, while they are whole."""
+    """Marker, begin and end of the payload of a JPEG's segments, as long as they are whole."""
     at = 2 if content[:2] == b"\xff\xd8" else len(content)
     while at + 4 <= len(content) and content[at] == 0xFF:
         if content[at + 1] == 0xFF:  # fill
@@ -254,5 +256,5 @@ def _shift(x: float, y: float) -> np.ndarray:
     return np.array([[1.0, 0.0, x], [0.0, 1.0, y], [0.0, 0.0, 1.0]])
 
 
-# A black image of one pixel for slots that carry none; the smallest format that every decoder reads.
+# A black image of one pixel for slots that carry none.
 _BLANK = np.frombuffer(b"P6 1 1 255\n\0\0\0", np.uint8)

@@ -47,7 +47,8 @@ def read_image(source: ImageSource) -> np.ndarray:
     """
     content = read_bytes(source.path, "image")
     try:
-        image = Image.open(io.BytesIO(content)).convert("RGB")
+        # Only formats data sets use: for what is no image PIL would else import all its plugins.
+        image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG")).convert("RGB")
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
         raise InputError(
             f"the image {source.path} ({len(content)} bytes) cannot be decoded "

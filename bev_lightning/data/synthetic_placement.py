@@ -124,6 +124,9 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.ego = self.road.place(self.ego_arc, 0.0)
+        # The ego's origin is its rear axle; its body reaches further ahead than back.
+        heading = np.stack([np.cos(self.ego[:, 2]), np.sin(self.ego[:, 2])], axis=1)
+        self.body = np.concatenate([self.ego[:, :2] + 1.25 * heading, self.ego[:, 2:]], axis=1)
 
     def add_class(self, kind: Kind, count: int) -> None:
         """``count`` objects of a class; cones and barriers in rows."""
@@ -173,7 +176,7 @@ class _Builder:
                 return
 
     def _occupied(self, track: Array, half: Array) -> bool:
-        ego = overlaps(track, half, self.ego[None], _EGO_HALF[None], 1, _GAP_M)
+        ego = overlaps(track, half, self.body[None], _EGO_HALF[None], 1, _GAP_M)
         if ego or not self.tracks:
             return bool(ego)
         others, halves = np.stack(self.tracks), np.stack(self.halves)
@@ -263,7 +266,7 @@ class _Builder:
         """Cones and barriers as road works set them: a row along the road or across a plot."""
         rng = self.rng
         barrier = kind.name == "barrier"
-        if rng.random() < 0.4:
+        if rng.random() < 0.55:
             start = self._along(kind, rng.choice([-5.6, 9.2, -11.5, 15.0]))
         else:
             _, xy = self._near(kind.reach_m)

@@ -26,9 +26,12 @@ class Road:
     yaw: Array
 
     def place(self, arc: Array, offset: float) -> Array:
-        """Poses ``(..., 3)`` x, y, yaw at arc lengths, ``offset`` metres to the left."""
+        """Poses ``(..., 3)`` x, y, yaw at arc lengths, ``offset`` metres to the left; beyond its
+        ends the road goes straight on."""
         x, y = (np.interp(arc, self.arc, self.xy[:, i]) for i in (0, 1))
         yaw = np.interp(arc, self.arc, self.yaw)
+        beyond = arc - np.clip(arc, self.arc[0], self.arc[-1])
+        x, y = x + beyond * np.cos(yaw), y + beyond * np.sin(yaw)
         return np.stack([x - offset * np.sin(yaw), y + offset * np.cos(yaw), yaw], axis=-1)
 
     def line(self, offset: float) -> Array:

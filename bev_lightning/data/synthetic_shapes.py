@@ -227,14 +227,14 @@ KINDS: tuple[Kind, ...] = (
 BYSTANDERS: tuple[Kind, ...] = (
     Kind("", (), (0.25, 0.25, 6.0), share=6, rcs=-2, returns=0.8, paints=((110, 112, 112),),
          parts=(Part((-0.5, 0.5, -0.5, 0.5, 0.0, 1.0), _BODY, (30, 30, 30)),)),
-    Kind("", (), (0.45, 0.45, 6.5), share=5, rcs=-3, returns=0.6, paints=((92, 70, 48),),
-         parts=(Part((-0.5, 0.5, -0.5, 0.5, 0.0, 0.5), _BODY, (18, 18, 18)),
-                Part((-3.4, 3.4, -3.4, 3.4, 0.42, 0.9), (56, 92, 44), (24, 24, 24)),
+    Kind("", (), (0.45, 0.45, 8.0), share=5, rcs=-3, returns=0.6, paints=((92, 70, 48),),
+         parts=(Part((-0.5, 0.5, -0.5, 0.5, 0.0, 0.6), _BODY, (18, 18, 18)),
+                Part((-3.4, 3.4, -3.4, 3.4, 0.58, 0.9), (56, 92, 44), (24, 24, 24)),
                 Part((-2.2, 2.2, -2.2, 2.2, 0.9, 1.0), (66, 104, 50), (24, 24, 24)))),
     Kind("", (), (6.0, 0.8, 1.2), share=3, spread=0.2, rcs=-8, returns=0.5, paints=((60, 88, 50),),
          parts=(Part((-0.5, 0.5, -0.5, 0.5, 0.0, 1.0), _BODY, (20, 20, 20)),)),
-    Kind("", (), (7.0, 0.3, 1.6), share=2, spread=0.2, rcs=4, returns=2.0, paints=((150, 138,
-         124),),
+    Kind("", (), (7.0, 0.3, 1.6), share=2, spread=0.2, rcs=4, returns=2.0,
+         paints=((150, 138, 124),),
          parts=(Part((-0.5, 0.5, -0.5, 0.5, 0.0, 1.0), _BODY, (26, 26, 26)),)),
 )
 
@@ -259,10 +259,9 @@ def build_parts(
         rng: draws the paints and how bright this object echoes.
 
     Returns:
-        ``(P, 20)``: centre (3) and half size (3) in the object's frame (x ahead, y left,
-        z up from the
-        ground below its centre) [m], colours of sides, front, back (9, 0..255), lidar intensity of
-        sides, front, back (3), pattern, share of pulses lost.
+        ``(P, 20)``: centre (3) and half size (3) in the object's frame (x ahead, y left, z up
+        from the ground below its centre) [m], colours of sides, front, back (9, 0..255), lidar
+        intensity of sides, front, back (3), pattern, share of pulses lost.
     """
     paint = np.array(kind.paints[rng.integers(len(kind.paints))]) + rng.integers(-14, 15, 3)
     second = np.array(kind.second[rng.integers(len(kind.second))]) + rng.integers(-14, 15, 3)
