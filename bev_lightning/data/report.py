@@ -70,7 +70,7 @@ class Report:
             ("boxes without points", str(self.num_zero_point_boxes)),
             ("boxes of unknown velocity", str(self.num_nan_velocities)),
             ("samples without boxes", str(self.num_samples_without_boxes)),
-            ("scenes without CAN bus", str(len(self.scenes_without_can_bus))),
+            ("scenes without CAN bus", _name(self.scenes_without_can_bus)),
             *((f"files of {channel}", _describe(files)) for channel, files in self.files.items()),
         ]
         width = max(len(name) for name, _ in rows)
@@ -122,6 +122,11 @@ def make_report(index: Index, classes: tuple[str, ...]) -> Report:
         files=files,
         scenes_without_can_bus=index.scenes_without_can_bus,
     )
+
+
+def _name(scenes: tuple[str, ...]) -> str:
+    shown = ", ".join(scenes[:5]) + (", ..." if len(scenes) > 5 else "")
+    return f"{len(scenes)} ({shown})" if scenes else "0"
 
 
 def _describe(files: Files) -> str:
