@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 
 class ConvFuser(nn.Sequential):
-    """Fuses the sensors' BEV maps: concatenation, 3x3 convolution, norm, ReLU (BEVFusion, sec.
-    3.3).
+    """Fuses the sensors' BEV maps: concatenation, 3x3 convolution, norm, ReLU (Liu et al. 2023).
 
     Args:
         in_channels: channels of each sensor's map, in the order in which they are given.

@@ -1,5 +1,4 @@
-"""Pillars: a point cloud as a BEV map, without a limit on points per pillar. Shared by lidar and
-radar."""
+"""Pillars: a cloud of lidar points or radar returns as a BEV map, with no limit per pillar."""
 
 import torch
 from torch import Tensor, nn

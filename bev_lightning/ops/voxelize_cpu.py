@@ -1,5 +1,4 @@
-"""CPU kernel of :mod:`bev_lightning.ops.voxelize`, compiled on first use; a GPU never imports
-it."""
+"""CPU kernel of :mod:`bev_lightning.ops.voxelize`, compiled on first use; GPUs do without."""
 
 import numpy as np
 from numba import njit
