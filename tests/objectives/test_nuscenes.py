@@ -338,6 +338,27 @@ def test_the_log_holds_flat_numbers(tree: Path) -> None:
     assert len(log) == 8 + 10
 
 
+def test_the_table_has_a_line_for_each_class(tree: Path) -> None:
+    results = val_only(truth_entries(tree, with_points=True))
+    lines = str(NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)).split("\n")
+    assert lines[0].startswith("mAP 0.900   NDS 0.")
+    assert lines[1].split() == [
+        "class",
+        "AP",
+        "ATE",
+        "ASE",
+        "AOE",
+        "AVE",
+        "AAE",
+        "truth",
+        "predicted",
+    ]
+    assert [line.split()[0] for line in lines[2:12]] == list(CLASSES)
+    assert lines[11].split()[:4] == ["traffic_cone", "1.000", "0.000", "0.000"]
+    assert lines[11].split()[4:7] == ["-", "-", "-"]
+    assert lines[12].startswith("5 samples, ")
+
+
 def test_nothing_is_printed(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
     NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(val_only(truth_entries(tree)), VAL)
     assert capfd.readouterr() == ("", "")
