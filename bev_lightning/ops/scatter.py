@@ -94,11 +94,18 @@ def _scatter_sum(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
     total = wide.new_zeros(num_cells, values.shape[1])
     if values.device.type == "cpu":
         return total.index_add_(0, index, wide).to(values.dtype)  # rows are added one after another
-    # index_add_ on a GPU adds in any order; a stable sort gives each cell its run of rows instead.
+    return _scatter_sum_torch(wide, index, total).to(values.dtype)
+
+
+def _scatter_sum_torch(values: Tensor, index: Tensor, total: Tensor) -> Tensor:
+    """The sum written into ``total``. index_add_ on a GPU adds in any order; a stable sort gives each
+    cell its run of rows instead."""
+    if len(index) == 0:
+        return total
     cells, order = torch.sort(index, stable=True)
     cells, lengths = torch.unique_consecutive(cells, return_counts=True)
-    runs = torch.segment_reduce(wide[order], "sum", lengths=lengths, axis=0, unsafe=True)
-    return total.index_copy_(0, cells, runs).to(values.dtype)
+    runs = torch.segment_reduce(values[order], "sum", lengths=lengths, axis=0, unsafe=True)
+    return total.index_copy_(0, cells, runs)
 
 
 @_scatter_sum.register_fake

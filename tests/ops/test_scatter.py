@@ -5,6 +5,7 @@ import torch
 
 from bev_lightning.ops.scatter import (
     _scatter_max_torch,
+    _scatter_sum_torch,
     scatter_max,
     scatter_mean,
     scatter_sum,
@@ -38,6 +39,13 @@ def test_scatter_max_gradient_goes_to_first_maximum():
         torch.tensor([[5.0], [6.0], [7.0], [8.0]])
     )
     assert values.grad.flatten().tolist() == [0.0, 5.0, 0.0, 7.0]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 200])
+def test_scatter_sum_by_sorting_equals_index_add(num_rows):
+    values, index = _random(num_rows, 11)
+    by_sorting = _scatter_sum_torch(values, index, torch.zeros(11, 3))
+    assert torch.equal(by_sorting, scatter_sum(values, index, 11))
 
 
 def test_scatter_max_kernel_equals_torch_path():
