@@ -98,8 +98,8 @@ def _scatter_sum(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
 
 
 def _scatter_sum_torch(values: Tensor, index: Tensor, total: Tensor) -> Tensor:
-    """The sum written into ``total``. index_add_ on a GPU adds in any order; a stable sort gives each
-    cell its run of rows instead."""
+    """The sum written into ``total``, for any device: index_add_ on a GPU adds in any order, a
+    stable sort gives each cell its run of rows instead."""
     if len(index) == 0:
         return total
     cells, order = torch.sort(index, stable=True)
