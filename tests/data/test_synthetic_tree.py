@@ -299,3 +299,33 @@ def test_ground_truth_as_prediction_scores_one(nusc, tmp_path: Path) -> None:  #
     for name in present:
         assert all(ap == pytest.approx(1.0) for ap in metrics._label_aps[name].values()), name
         assert metrics.get_label_tp(name, "trans_err") == pytest.approx(0.0, abs=1e-6)
+
+
+def test_val_scenes_give_the_metric_enough_of_every_class(tmp_path: Path) -> None:
+    """The scenes of the default spec (its pictures and sweeps do not matter here)."""
+    from nuscenes.eval.common.config import config_factory
+    from nuscenes.eval.detection.utils import category_to_detection_name
+
+    spec = SyntheticSpec(num_train_scenes=0, image_size=(18, 32), sweeps_per_frame=0)
+    generate(tmp_path / "val", spec, num_workers=1)
+    tables = {
+        path.stem: json.loads(path.read_text()) for path in (tmp_path / "val").glob("v1.0*/*.json")
+    }
+    rows = {name: {row["token"]: row for row in table} for name, table in tables.items()}
+    ego = {
+        row["sample_token"]: rows["ego_pose"][row["ego_pose_token"]]["translation"][:2]
+        for row in tables["sample_data"]
+        if "LIDAR_TOP" in row["filename"]
+    }
+    ranges = config_factory("detection_cvpr_2019").class_range
+    frame_counts, class_counts = dict.fromkeys(ego, 0), dict.fromkeys(ranges, 0)
+    for row in tables["sample_annotation"]:
+        instance = rows["instance"][row["instance_token"]]
+        name = category_to_detection_name(rows["category"][instance["category_token"]]["name"])
+        away = np.hypot(*np.subtract(row["translation"][:2], ego[row["sample_token"]]))
+        if away < ranges[name] and row["num_lidar_pts"] + row["num_radar_pts"] > 0:
+            frame_counts[row["sample_token"]] += 1
+            class_counts[name] += 1
+    assert len(frame_counts) == 80
+    assert min(frame_counts.values()) >= 15
+    assert min(class_counts.values()) >= 100, class_counts
