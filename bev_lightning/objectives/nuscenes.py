@@ -81,18 +81,15 @@ class Scores:
         means = f"mAP {self.mAP:.3f}   NDS {self.NDS:.3f}   " + "   ".join(
             f"m{name} {getattr(self, f'm{name}'):.3f}" for name in ERRORS.values()
         )
-        lines = [
-            means,
-            f"{'class':22}" + "".join(f"{name:>7}" for name in ("AP", *ERRORS.values())),
-        ]
-        lines[-1] += f"{'truth':>8}{'predicted':>11}"
+        names = "".join(f"{name:>7}" for name in ("AP", *ERRORS.values()))
+        lines = [means, f"{'class':22}{names}{'truth':>8}{'predicted':>11}"]
         for name, ap in self.AP.items():
             values = [ap, *self.errors[name].values()]
             shown = "".join(f"{'-' if value is None else f'{value:.3f}':>7}" for value in values)
             lines.append(f"{name:22}{shown}{self.truth[name]:8}{self.predictions[name]:11}")
         lines.append(
-            f"{self.frames} samples, {self.truth_per_frame:.1f} evaluable annotations a sample; over "
-            f"the classes that have any mAP is {self.mAP_present:.3f}"
+            f"{self.frames} samples, {self.truth_per_frame:.1f} evaluable annotations a sample; "
+            f"over the classes that have any mAP is {self.mAP_present:.3f}"
         )
         return "\n".join(lines)
 
