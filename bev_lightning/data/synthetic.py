@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -212,8 +213,13 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
 
 def _run(jobs: list[SceneJob], num_workers: int) -> Iterator[SceneRows]:
     """The scenes in the order of the jobs, whoever made them."""
-    num_workers = min(num_workers, len(jobs))
-    if num_workers == 1 or multiprocessing.current_process().daemon:  # daemons may have no children
+    # Daemons may have no children; children import the main file, which a script from stdin lacks.
+    alone = (
+        multiprocessing.current_process().daemon
+        or not Path(getattr(sys.modules["__main__"], "__file__", None) or __file__).exists()
+    )
+    num_workers = 1 if alone else min(num_workers, len(jobs))
+    if num_workers == 1:
         yield from map(write_scene, jobs)
         return
     # Not forked: the caller may have threads and a CUDA context.
