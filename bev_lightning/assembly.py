@@ -81,16 +81,24 @@ def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
     module.load_state_dict(stored)
 
 
-def load_matching_weights(module: "DetectionModule", checkpoint: str | Path) -> dict[str, list[str]]:
+def load_matching_weights(
+    module: "DetectionModule", checkpoint: str | Path
+) -> dict[str, list[str]]:
     """Fill what agrees in name and shape, leave the rest fresh: to train on with other classes, say.
 
     Returns:
         names ``loaded``, ``reshaped`` and ``missing`` (left fresh), ``unexpected`` (not used).
     """
     stored, own = read_state(checkpoint), module.state_dict()
-    fits = {name: value for name, value in stored.items() if name in own and own[name].shape == value.shape}
+    fits = {
+        name: value
+        for name, value in stored.items()
+        if name in own and own[name].shape == value.shape
+    }
     if not fits:
-        raise InputError(f"{checkpoint} holds no weight of this model; give a checkpoint of the same model=")
+        raise InputError(
+            f"{checkpoint} holds no weight of this model; give a checkpoint of the same model="
+        )
     module.load_state_dict(fits, strict=False)
     return {
         "loaded": list(fits),
@@ -110,7 +118,9 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         state: dict[str, Any] = content["state_dict"]
     except FileNotFoundError:
-        raise InputError(f"there is no checkpoint {checkpoint}; give the path of a .ckpt file") from None
+        raise InputError(
+            f"there is no checkpoint {checkpoint}; give the path of a .ckpt file"
+        ) from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(

@@ -27,7 +27,9 @@ def main(cfg: DictConfig) -> float | None:
         return None
     run = Path(cfg.paths.run)
     write_submission(run / "submission.json", module.results, module.inputs.modalities)
-    write_json(run / "score.json", {**module.scores.to_dict(), "ckpt": cfg.ckpt, "status": "finished"})
+    write_json(
+        run / "score.json", {**module.scores.to_dict(), "ckpt": cfg.ckpt, "status": "finished"}
+    )
     print(module.scores)
     return module.scores.NDS
 

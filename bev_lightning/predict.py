@@ -18,7 +18,9 @@ def main(cfg: DictConfig) -> None:
     trainer = build_trainer(cfg)
     trainer.predict(module, datamodule=build_data(cfg), return_predictions=False)
     if trainer.is_global_zero:
-        write_submission(Path(cfg.paths.run) / "submission.json", module.results, module.inputs.modalities)
+        write_submission(
+            Path(cfg.paths.run) / "submission.json", module.results, module.inputs.modalities
+        )
 
 
 if __name__ == "__main__":

@@ -32,14 +32,16 @@ def main(cfg: DictConfig) -> float | None:
         trainer.validate(module, datamodule=data, verbose=False)
     if not trainer.is_global_zero:
         return None
-    speed = next((c for c in trainer.callbacks if isinstance(c, SpeedMonitor)), None)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    speed = next((c for c in callbacks if isinstance(c, SpeedMonitor)), None)
     scores = module.scores.to_dict() if module.scores else {}
     write_json(
         Path(cfg.paths.run) / "score.json",
         {
             **scores,
             "steps": trainer.global_step,
-            **(speed.summary() if speed else {}),
+            "samples_per_s": round(speed.samples_per_s * trainer.world_size, 2) if speed else None,
+            "data_wait_share": round(speed.data_wait_share, 3) if speed else None,
             "wall_s": round(time.perf_counter() - began, 1),
             "status": status,
         },

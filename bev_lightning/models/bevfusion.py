@@ -5,7 +5,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.lift import depth_targets
+from bev_lightning.models.lift import CameraBranch
 from bev_lightning.structures import Batch, Boxes3D
 from bev_lightning.structures.predictions import BEVFusionPredictions
 
@@ -32,16 +32,19 @@ class BEVFusion(nn.Module):
         backbone: nn.Module,
         neck: nn.Module,
         head: nn.Module,
-        camera: nn.Module | None = None,
+        camera: CameraBranch | None = None,
         lidar: nn.Module | None = None,
         radar: nn.Module | None = None,
         fuser: nn.Module | None = None,
         supervise_depth: bool = False,
     ) -> None:
         super().__init__()
-        branches = [name for name, branch in zip(("camera", "lidar", "radar"), (camera, lidar, radar), strict=True) if branch]
+        given = {"camera": camera, "lidar": lidar, "radar": radar}
+        branches = [name for name, branch in given.items() if branch is not None]
         if not branches:
-            raise InputError("BEVFusion needs at least one of model.network.camera, lidar and radar")
+            raise InputError(
+                "BEVFusion needs at least one of model.network.camera, lidar and radar"
+            )
         if len(branches) > 1 and fuser is None:
             raise InputError(f"BEVFusion with {' + '.join(branches)} needs model.network.fuser")
         if supervise_depth and (camera is None or lidar is None):
@@ -59,9 +62,8 @@ class BEVFusion(nn.Module):
             bev, depth_logits = self.camera(cameras, batch.points)
             maps.append(bev)
             if self.supervise_depth:
-                lift = self.camera.lift
-                depth_target = depth_targets(
-                    cameras, _present(batch.points, "points", batch), lift.depth_bins, depth_logits.shape[-2:]
+                depth_target = self.camera.depth_targets(
+                    cameras, _present(batch.points, "points", batch), depth_logits
                 )
         if self.lidar is not None:
             maps.append(self.lidar(_present(batch.points, "points", batch)))

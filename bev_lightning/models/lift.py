@@ -191,6 +191,11 @@ class CameraBranch(nn.Module):
         bev, logits = self.lift(features.unflatten(0, cameras.images.shape[:2]), cameras, points)
         return bev, logits
 
+    def depth_targets(self, cameras: Cameras, points: Points, logits: Tensor) -> Tensor:
+        """What the lidar says to the depth logits: bins ``(B, N, h, w)``, -1 where it is silent."""
+        size = (logits.shape[-2], logits.shape[-1])
+        return depth_targets(cameras, points, self.lift.depth_bins, size)
+
 
 @torch.no_grad()
 def depth_map(cameras: Cameras, points: Points) -> Tensor:

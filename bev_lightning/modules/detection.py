@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bev_lightning.errors import InputError
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.objectives.nuscenes import NuScenesEvaluator, Scores
-from bev_lightning.objectives.submission import Results, to_entries
+from bev_lightning.objectives.submission import Entries, to_entries
 from bev_lightning.structures import Batch, Boxes3D, Inputs
 
 
@@ -56,7 +56,7 @@ class DetectionModule(L.LightningModule):
         self.provenance: dict[str, Any] = {}
         self.scores: Scores | None = None
         self.scored_step = -1
-        self.results: Results = {}
+        self.results: Entries = {}
 
     def forward(self, batch: Batch) -> Any:
         return self.network(batch)
@@ -94,7 +94,10 @@ class DetectionModule(L.LightningModule):
             dist.broadcast_object_list(scores, src=0)
         self.scores, self.scored_step = scores[0], self.global_step
         assert self.scores is not None
-        self.log_dict({f"val/{name}": value for name, value in self.scores.to_log().items()}, rank_zero_only=False)
+        self.log_dict(
+            {f"val/{name}": value for name, value in self.scores.to_log().items()},
+            rank_zero_only=False,
+        )
 
     def on_predict_epoch_start(self) -> None:
         self.results = {}
@@ -105,7 +108,7 @@ class DetectionModule(L.LightningModule):
     def on_predict_epoch_end(self) -> None:
         self.results = self._gather(self.results)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:
         if self.optim is None:
             raise InputError("this module was built without an optimizer; give optim= to train it")
         optimizer, schedule = self.optim.build(
@@ -132,10 +135,10 @@ class DetectionModule(L.LightningModule):
         )
         return boxes
 
-    def _gather(self, results: Results) -> Results:
+    def _gather(self, results: Entries) -> Entries:
         """All ranks' results on every rank; a sample that padded two shards counts once."""
         if not dist.is_initialized():
             return results
-        shards: list[Results] = [{} for _ in range(dist.get_world_size())]
+        shards: list[Entries] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(shards, results)
         return {token: entries for shard in shards for token, entries in shard.items()}

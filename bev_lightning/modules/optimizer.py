@@ -35,11 +35,15 @@ class AdamW:
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "onecycle", "constant"):
-            raise InputError(f"optim.schedule={self.schedule} is unknown; use cosine, onecycle or constant")
+            raise InputError(
+                f"optim.schedule={self.schedule} is unknown; use cosine, onecycle or constant"
+            )
         if not self.lr > 0:
             raise InputError(f"optim.lr={self.lr} must be positive")
         if not 0 <= self.warmup <= 1:
-            raise InputError(f"optim.warmup={self.warmup} is a share of all steps; use a number from 0 to 1")
+            raise InputError(
+                f"optim.warmup={self.warmup} is a share of all steps; use a number from 0 to 1"
+            )
 
     def factor(self, step: int, num_steps: int) -> float:
         """Learning rate of the step (0-based) as a share of ``lr``."""
@@ -66,7 +70,7 @@ class AdamW:
         optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=self.lr,
-            betas=tuple(self.betas),
+            betas=(self.betas[0], self.betas[1]),
             fused=True,
         )
         return optimizer, LambdaLR(optimizer, lambda step: self.factor(step, num_steps))

@@ -115,12 +115,17 @@ class Batch:
             if isinstance(values[0], Tensor):
                 return torch.cat(values)
             if isinstance(values[0], Cameras):
-                return Cameras(*(torch.cat([getattr(v, f.name) for v in values]) for f in fields(Cameras)))
+                return Cameras(
+                    *(torch.cat([getattr(v, f.name) for v in values]) for f in fields(Cameras))
+                )
             if isinstance(values[0], Boxes3D):
-                return Boxes3D.stack([boxes[b] for boxes in values for b in range(boxes.valid.shape[0])])
+                return Boxes3D.stack(
+                    [boxes[b] for boxes in values for b in range(boxes.valid.shape[0])]
+                )
             longest = max(value.features.shape[1] for value in values)
             padded = [
-                torch.nn.functional.pad(v.features, (0, 0, 0, longest - v.features.shape[1])) for v in values
+                torch.nn.functional.pad(v.features, (0, 0, 0, longest - v.features.shape[1]))
+                for v in values
             ]
             return type(values[0])(torch.cat(padded), torch.cat([v.count for v in values]))
 
@@ -132,7 +137,9 @@ class Batch:
         return cls(
             sample_tokens=tuple(token for sample in samples for token in sample.sample_tokens),
             scene_tokens=tuple(token for sample in samples for token in sample.scene_tokens),
-            history=tuple(cls.stack(frames) for frames in zip(*(s.history for s in samples), strict=True)),
+            history=tuple(
+                cls.stack(frames) for frames in zip(*(s.history for s in samples), strict=True)
+            ),
             **columns,
         )
 
@@ -144,7 +151,9 @@ class Batch:
         """
         size = self.size
 
-        def check(name: str, value: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype) -> None:
+        def check(
+            name: str, value: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype
+        ) -> None:
             fits = value.ndim == len(shape) and all(
                 want is None or want == got for want, got in zip(shape, value.shape, strict=True)
             )
@@ -160,12 +169,16 @@ class Batch:
                     for token, row in zip(self.sample_tokens, value, strict=True)
                     if not bool(torch.isfinite(row).all())
                 ]
-                raise ValueError(f"Batch.{name} holds NaN or infinity in the samples {', '.join(bad)}")
+                raise ValueError(
+                    f"Batch.{name} holds NaN or infinity in the samples {', '.join(bad)}"
+                )
 
         check("timestamps", self.timestamps, (size,), torch.int64)
         check("global_from_lidar", self.global_from_lidar, (size, 4, 4), torch.float64)
         check("global_from_ego", self.global_from_ego, (size, 4, 4), torch.float64)
-        check("lidar_from_previous_lidar", self.lidar_from_previous_lidar, (size, 4, 4), torch.float32)
+        check(
+            "lidar_from_previous_lidar", self.lidar_from_previous_lidar, (size, 4, 4), torch.float32
+        )
         check("has_previous", self.has_previous, (size,), torch.bool)
         if self.cameras is not None:
             cameras = self.cameras.images.shape[1] if self.cameras.images.ndim == 5 else None
@@ -192,7 +205,9 @@ class Batch:
                 check(f"targets.{name}", value, (size, boxes.num, width), torch.float32)
             check("targets.yaw", boxes.yaw, (size, boxes.num), torch.float32)
             if bool((boxes.size[boxes.valid] <= 0).any()):
-                raise ValueError(f"Batch.targets.size is not positive (samples {', '.join(self.sample_tokens)})")
+                raise ValueError(
+                    f"Batch.targets.size is not positive (samples {', '.join(self.sample_tokens)})"
+                )
         if self.can_bus is not None:
             check("can_bus", self.can_bus, (size, 18), torch.float32)
         for frame in self.history:

@@ -1,7 +1,8 @@
 """The one box of the house. Each head converts to its own code at its own border."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,28 +49,28 @@ class Boxes3D:
         """Batch boxes ``(M_b,)`` of several samples to ``(B, max M_b)``, padding the shorter ones."""
         longest = max(sample.num for sample in samples)
         padded = [sample.pad(longest) for sample in samples]
-        columns: dict[str, Tensor | None] = {}
+        columns: dict[str, Any] = {}
         for field in fields(cls):
             values = [getattr(sample, field.name) for sample in padded]
             columns[field.name] = None if values[0] is None else torch.stack(values)
-        return cls(**columns)  # type: ignore[arg-type]
+        return replace(padded[0], **columns)
 
     @property
     def num(self) -> int:
         """M: boxes per sample, padding included."""
         return int(self.valid.shape[-1])
 
-    def __getitem__(self, index: object) -> "Boxes3D":
+    def __getitem__(self, index: Any) -> "Boxes3D":
         """Index the leading dimensions: a sample ``boxes[b]``, or a mask over ``(..., M)``."""
-        return self._map(lambda value: value[index])  # type: ignore[index]
+        return self._map(lambda value: value[index])
 
-    def to(self, *args: object, **kwargs: object) -> "Boxes3D":
-        """Move or cast as :meth:`torch.Tensor.to` does; integers and masks keep their type."""
-        device_only = torch._C._nn._parse_to(*args, **kwargs)[0]  # type: ignore[attr-defined]
+    def to(self, *args: Any, **kwargs: Any) -> "Boxes3D":
+        """Move or cast as :meth:`torch.Tensor.to` does; labels and masks keep their type."""
+        device = self.centre.new_empty(0).to(*args, **kwargs).device
         return self._map(
-            lambda value: value.to(*args, **kwargs)  # type: ignore[call-overload]
-            if value.is_floating_point()
-            else value.to(device_only)
+            lambda value: (
+                value.to(*args, **kwargs) if value.is_floating_point() else value.to(device)
+            )
         )
 
     def pin_memory(self) -> "Boxes3D":
@@ -83,14 +84,16 @@ class Boxes3D:
         if missing == 0:
             return self
         tail = Boxes3D.empty(*self.valid.shape[:-1], missing, device=self.valid.device)
-        columns: dict[str, Tensor | None] = {}
+        columns: dict[str, Any] = {}
         for field in fields(self):
             value, end = getattr(self, field.name), getattr(tail, field.name)
             if field.name == "score" and value is not None:
                 end = torch.zeros_like(tail.yaw)
             dim = len(self.valid.shape) - 1
-            columns[field.name] = None if value is None else torch.cat([value, end.to(value.dtype)], dim)
-        return Boxes3D(**columns)  # type: ignore[arg-type]
+            columns[field.name] = (
+                None if value is None else torch.cat([value, end.to(value.dtype)], dim)
+            )
+        return replace(self, **columns)
 
     def transform(self, dst_from_src: Tensor) -> "Boxes3D":
         """The same boxes in another frame.
@@ -116,16 +119,26 @@ class Boxes3D:
         """``(..., M, 8, 3)`` [m]: the bottom face's four corners (front left, front right, back right,
         back left), then the top face's in the same order."""
         unit = self.centre.new_tensor(
-            [[s[0], s[1], z] for z in (-0.5, 0.5) for s in ((0.5, 0.5), (0.5, -0.5), (-0.5, -0.5), (-0.5, 0.5))]
+            [
+                [x, y, z]
+                for z in (-0.5, 0.5)
+                for x, y in ((0.5, 0.5), (0.5, -0.5), (-0.5, -0.5), (-0.5, 0.5))
+            ]
         )
         local = unit * self.size[..., None, :]
         cos, sin = self.yaw.cos()[..., None], self.yaw.sin()[..., None]
         rotated = torch.stack(
-            [local[..., 0] * cos - local[..., 1] * sin, local[..., 0] * sin + local[..., 1] * cos, local[..., 2]],
+            [
+                local[..., 0] * cos - local[..., 1] * sin,
+                local[..., 0] * sin + local[..., 1] * cos,
+                local[..., 2],
+            ],
             dim=-1,
         )
         return rotated + self.centre[..., None, :]
 
-    def _map(self, function: "object") -> "Boxes3D":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Boxes3D(**{k: None if v is None else function(v) for k, v in values.items()})  # type: ignore[operator]
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Boxes3D":
+        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(
+            self, **{name: None if v is None else function(v) for name, v in columns.items()}
+        )

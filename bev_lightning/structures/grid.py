@@ -30,7 +30,9 @@ class BevGrid:
                 f"cell = 2 numbers, got {self.range} and {self.cell}"
             )
         if any(low >= high for low, high in zip(self.range[:3], self.range[3:], strict=True)):
-            raise ValueError(f"BevGrid range {self.range} is empty: each minimum must lie below its maximum")
+            raise ValueError(
+                f"BevGrid range {self.range} is empty: each minimum must lie below its maximum"
+            )
         for axis, size in enumerate(self.cell):
             extent = self.range[axis + 3] - self.range[axis]
             if size <= 0 or abs(extent / size - round(extent / size)) > 1e-3:

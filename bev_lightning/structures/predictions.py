@@ -126,3 +126,83 @@ class BEVFusionPredictions:
     detections: TransFusionPredictions | HeatmapPredictions
     depth_logits: Tensor | None = None
     depth_target: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MetricBoxCodec:
+    """The ten numbers in which BEVFormer predicts a box:
+
+    ``(..., 10) [cx, cy, log w, log l, cz, log h, sin, cos, vx, vy]``: gravity centre and sizes in
+    metres, velocity [m/s]. Sine and cosine are those of mmdetection3d's angle before version 1.0,
+    ``-yaw - pi / 2``, because the published weights were trained with it; here they are
+    ``-cos(yaw)`` and ``-sin(yaw)``.
+
+    Attributes:
+        grid: the head's map; a predicted centre always lies in its range.
+    """
+
+    grid: BevGrid
+
+    def encode(self, boxes: Boxes3D) -> Tensor:
+        """Boxes ``(..., M)`` to codes ``(..., M, 10)`` float32; an unknown velocity stays NaN."""
+        length, width, height = boxes.size.float().clamp(min=1e-3).log().unbind(-1)
+        x, y, z = boxes.centre.float().unbind(-1)
+        yaw = boxes.yaw.float()
+        columns = [x, y, width, length, z, height, -yaw.cos(), -yaw.sin()]
+        return torch.cat([torch.stack(columns, dim=-1), boxes.velocity.float()], dim=-1)
+
+    def decode(self, code: Tensor, label: Tensor, score: Tensor, valid: Tensor) -> Boxes3D:
+        """Codes ``(..., M, 10)`` to boxes with label, score and validity ``(..., M)``."""
+        code = code.float()
+        return Boxes3D(
+            centre=code[..., [0, 1, 4]],
+            size=code[..., [3, 2, 5]].exp(),
+            yaw=torch.atan2(-code[..., 7], -code[..., 6]),
+            velocity=code[..., 8:10],
+            label=label,
+            valid=valid,
+            score=score,
+        )
+
+
+@dataclass(frozen=True)
+class QueryPredictions:
+    """Q queries through L decoder layers: class logits ``(L, B, Q, K)`` and boxes
+    ``(L, B, Q, 10)`` in the code of :class:`MetricBoxCodec`; the last layer counts."""
+
+    logits: Tensor
+    code: Tensor
+
+
+@dataclass(frozen=True)
+class DenoisingPredictions(QueryPredictions):
+    """Queries that started from disturbed annotations and shall restore them (DN-DETR, Li et al.,
+    CVPR 2022); in training only.
+
+    Attributes:
+        box: ``(B, Q)`` int64 the annotation that a query started from.
+        valid: ``(B, Q)`` bool, False where that is padding.
+    """
+
+    box: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class BEVFormerPredictions:
+    """Output of BEVFormer and its head.
+
+    Attributes:
+        bev: ``(B, C, Y, X)`` the encoder's map, which the next frame attends to.
+        queries: the detections.
+        codec: what turns codes into boxes.
+        heatmap: ``(B, K, Y, X)`` logits of the class heatmap that the queries started from, or None
+            where they are learned.
+        denoising: None outside training, and where the head has none.
+    """
+
+    bev: Tensor
+    queries: QueryPredictions
+    codec: MetricBoxCodec
+    heatmap: Tensor | None = None
+    denoising: DenoisingPredictions | None = None

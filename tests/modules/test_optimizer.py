@@ -32,7 +32,11 @@ def test_build_decays_weights_but_not_biases_and_leaves_out_frozen_ones():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"lr": 0.0}, "optim.lr"), ({"lr": 1.0, "schedule": "step"}, "schedule"), ({"lr": 1.0, "warmup": 2}, "share")],
+    [
+        ({"lr": 0.0}, "optim.lr"),
+        ({"lr": 1.0, "schedule": "step"}, "schedule"),
+        ({"lr": 1.0, "warmup": 2}, "share"),
+    ],
 )
 def test_refuses_what_makes_no_sense(arguments: dict, message: str):
     with pytest.raises(InputError, match=message):

@@ -56,7 +56,9 @@ def test_validate_names_the_sample_and_the_field():
     with pytest.raises(ValueError, match=r"points\.features.*frame-7"):
         broken.validate()
     with pytest.raises(ValueError, match=r"cameras\.images.*expected"):
-        replace(sample("a"), cameras=Cameras(torch.zeros(1, 3, 4, 6), torch.eye(4)[None, None])).validate()
+        replace(
+            sample("a"), cameras=Cameras(torch.zeros(1, 3, 4, 6), torch.eye(4)[None, None])
+        ).validate()
     with pytest.raises(ValueError, match="exceeds"):
         replace(sample("a"), points=Points(torch.ones(1, 2, 5), torch.tensor([3]))).validate()
 

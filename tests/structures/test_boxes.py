@@ -34,7 +34,9 @@ def test_corners_start_at_the_front_left_of_the_bottom():
 
 
 def test_transform_turns_centre_heading_and_velocity_together():
-    turned = boxes().transform(make_transform(rotation_z(math.pi / 2), torch.tensor([10.0, 0.0, 0.0])))
+    turned = boxes().transform(
+        make_transform(rotation_z(math.pi / 2), torch.tensor([10.0, 0.0, 0.0]))
+    )
     torch.testing.assert_close(turned.centre[0], torch.tensor([8.0, 1.0, 0.5]))
     # Half a turn is +pi or -pi by rounding: compare directions.
     torch.testing.assert_close(turned.yaw.cos(), torch.tensor([0.0, -1.0]), atol=1e-6, rtol=0)

@@ -25,7 +25,9 @@ def random_pose(generator: torch.Generator) -> torch.Tensor:
 def test_quaternion_turns_x_to_y_by_a_quarter_about_z():
     quarter = torch.tensor([math.cos(math.pi / 4), 0.0, 0.0, math.sin(math.pi / 4)])
     rotation = quaternion_to_rotation(2.5 * quarter)
-    torch.testing.assert_close(rotation @ torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0]))
+    torch.testing.assert_close(
+        rotation @ torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0])
+    )
 
 
 def test_neighbours_cancel():
@@ -33,7 +35,9 @@ def test_neighbours_cancel():
     a_from_b, b_from_c = random_pose(generator), random_pose(generator)
     points = torch.randn(7, 3, generator=generator, dtype=torch.float64)
     chained = apply_transform(a_from_b @ b_from_c, points)
-    torch.testing.assert_close(chained, apply_transform(a_from_b, apply_transform(b_from_c, points)))
+    torch.testing.assert_close(
+        chained, apply_transform(a_from_b, apply_transform(b_from_c, points))
+    )
     torch.testing.assert_close(
         invert_rigid(a_from_b) @ a_from_b, torch.eye(4, dtype=torch.float64), atol=1e-12, rtol=0
     )
@@ -68,7 +72,13 @@ def test_behind_the_camera_has_negative_depth_and_finite_pixels():
 
 @pytest.mark.parametrize(
     ("angle", "wrapped"),
-    [(0.0, 0.0), (math.pi, math.pi), (-math.pi, math.pi), (3.5, 3.5 - 2 * math.pi), (-9.0, 4 * math.pi - 9.0 - 2 * math.pi)],
+    [
+        (0.0, 0.0),
+        (math.pi, math.pi),
+        (-math.pi, math.pi),
+        (3.5, 3.5 - 2 * math.pi),
+        (-9.0, 4 * math.pi - 9.0 - 2 * math.pi),
+    ],
 )
 def test_wrap_angle(angle: float, wrapped: float):
     value = wrap_angle(torch.tensor(angle, dtype=torch.float64)).item()
