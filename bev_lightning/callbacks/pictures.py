@@ -179,8 +179,7 @@ def _pick(boxes: Boxes3D | None, b: int, min_score: float) -> Boxes3D:
     """The boxes ``(M,)`` of one sample that are drawn: finite, valid, scored high enough."""
     if boxes is None:
         return Boxes3D.empty(0)
-    sample = boxes[b].to(torch.device("cpu"))
-    sample = sample.to(torch.float32)
+    sample = boxes[b].to("cpu", dtype=torch.float32)
     keep = sample.valid & sample.corners().isfinite().flatten(1).all(dim=1)
     if sample.score is not None:
         keep &= sample.score >= min_score

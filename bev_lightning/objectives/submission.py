@@ -81,7 +81,7 @@ def to_entries(
         sample_tokens: nuScenes tokens of the B samples.
         classes: nuScenes detection names.
     """
-    boxes = boxes.to(torch.device("cpu"))
+    boxes = boxes.to("cpu")
     pose = global_from_lidar.detach().to("cpu", torch.float64)
     linear, origin = pose[:, :3, :3], pose[:, :3, 3]
     scale = linear.det().abs().pow(1.0 / 3.0)

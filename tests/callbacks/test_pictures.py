@@ -155,7 +155,7 @@ def test_what_is_unsure_broken_or_padding_is_left_out() -> None:
         draw(make_batch()),
     ):
         assert np.array_equal(predictions, none)
-    half = draw(make_batch(), boxes((0.0, 20.0), score=0.9).to(torch.bfloat16))
+    half = draw(make_batch(), boxes((0.0, 20.0), score=0.9).to(dtype=torch.bfloat16))
     assert not np.array_equal(half, none)
 
 

@@ -236,7 +236,7 @@ def test_the_submission_is_the_published_one(index: int) -> None:
     batch = Boxes3D.stack([boxes])
     ours = to_entries(batch, global_from_lidar(sample)[None], [token], config["classes"])[token]
     assert len(ours) == 40
-    in_ego = boxes.to(torch.float64).transform(pose(f"{sample}/lidar2ego")).centre
+    in_ego = boxes.to(dtype=torch.float64).transform(pose(f"{sample}/lidar2ego")).centre
     reach = torch.tensor([config["class_range"][config["classes"][label]] for label in boxes.label])
     kept = (in_ego[:, :2].norm(dim=1) <= reach).nonzero().squeeze(1).tolist()
     published = load("results_nusc.json")["results"][token]
