@@ -86,6 +86,10 @@ class ProgressBar(TQDMProgressBar):
         if self._is_due(batch_idx + 1 == self.train_progress_bar.total):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        super().on_validation_batch_start(trainer, *args, **kwargs)
+        self.val_progress_bar.set_description(self.validation_description, refresh=False)
+
     def on_validation_batch_end(
         self,
         trainer: L.Trainer,

@@ -64,7 +64,7 @@ def test_the_bar_shows_micro_steps_loss_and_rate(
         assert f" {step}/6 [" in text  # three optimizer steps of two micro-steps
     assert re.search(r"train: 100%\|.*\| 6/6 \[.*loss=1.250, samples/s=\d+\.\d, NDS=0.500\]", text)
     assert "v_num" not in text
-    assert "validate" in text
+    assert "validate: 100%" in text and "DataLoader" not in text.split("validate: 100%")[1]
 
 
 def test_the_bar_is_rarely_drawn_into_a_file(
