@@ -1,9 +1,9 @@
 """What DALI's worker processes do: read and check image files, plan their pixels, sum up sweeps.
 
-Everything that can go wrong with a file goes wrong here, where file and sample are known, and travels
-as data: an exception would kill the pipeline, and a decoder's error names no file. Points are finished
-here too and not in the graph: a filter keeps an unforeseeable number of rows, which DALI has no
-operator for, and what is left after it is a fraction of what would be uploaded before it.
+Everything that can go wrong with a file goes wrong here, where file and sample are known, and
+travels as data: an exception would kill the pipeline, and a decoder's error names no file. Points
+are finished here too and not in the graph: a filter keeps an unforeseeable number of rows, which
+DALI has no operator for, and what it leaves is a fraction of what would be uploaded before it.
 
 DALI starts these processes by spawning, so this file knows nothing of DALI or CUDA.
 """
@@ -49,7 +49,7 @@ class PixelPlan:
 
 @dataclass(frozen=True)
 class Slot:
-    """One entry of the DALI batch: a camera of a frame. The first one also carries its point clouds.
+    """One entry of the DALI batch: a camera of a frame. The first also carries its point clouds.
 
     Attributes:
         image: ``(n,)`` uint8 encoded file.
@@ -84,8 +84,8 @@ class SlotSource:
         Returns:
             the arrays of each slot: its image and the four of its plan if the model reads cameras,
             points, radar, and a note ``(k,)`` uint8. The first slot's note is JSON: either
-            ``{"skipped": [...]}`` with, for each sample, the sentences of those skipped by token, or
-            ``{"error": sentence}``.
+            ``{"skipped": [...]}`` with the sentences of those skipped, by token, for each sample,
+            or ``{"error": sentence}``.
 
         Raises:
             StopIteration: past the last micro-step.

@@ -30,7 +30,7 @@ from bev_lightning.structures import Batch, CameraInput, Inputs, LidarInput, Rad
 
 # Mean absolute difference per image [0..255] and the largest on any channel of any pixel.
 MEAN_TOLERANCE = 0.75
-LARGEST_TOLERANCE = 32.0
+LARGEST_TOLERANCE = 6.0
 REACH = (-20.0, -20.0, -3.0, 20.0, 20.0, 3.0)
 SIZES = {"CAM_FRONT": (90, 160), "CAM_BACK": (100, 150)}
 INPUTS = Inputs(
@@ -73,7 +73,7 @@ def test_a_loader_opened_later_goes_on_exactly_there(frames: FrameSource) -> Non
     schedule = Schedule(NUM_SAMPLES, batch_size=2, seed=1)
     loader = DaliLoader(num_workers=0, device="cpu")
     whole = list(loader.open(frames, schedule, 0, 7))
-    rest = list(DaliLoader(num_workers=1, prefetch=3, device="cpu").open(frames, schedule, 4, 7))
+    rest = list(DaliLoader(num_workers=0, prefetch=3, device="cpu").open(frames, schedule, 4, 7))
     assert [b.sample_tokens for b in rest] == [b.sample_tokens for b in whole[4:]]
     for batch, other in zip(rest, whole[4:], strict=True):
         assert torch.equal(batch.cameras.images, other.cameras.images)
@@ -190,18 +190,35 @@ def test_a_damaged_cloud_is_named(frames: FrameSource, content: bytes) -> None:
 def test_damage_in_the_middle_of_a_scan_is_treated_as_the_plain_loader_does(
     frames: FrameSource,
 ) -> None:
-    """Nothing but a full decode sees it: both decoders must make an image of it, or name the file."""
+    """Only a full decode could see it, and PIL's passes it: both decoders make the same image."""
     path = damaged_path(frames, 0)
     content = bytearray(path.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 20] = b"\x55" * 20
     path.write_bytes(bytes(content))
     schedule = Schedule(NUM_SAMPLES, batch_size=1, shuffle=False)
-    try:
-        batch = next(DaliLoader(num_workers=0, device="cpu").open(frames, schedule, 0, 1))
-    except InputError as error:
-        assert str(path) in str(error)
-    else:
-        assert batch.validate().sample_tokens == ("s0",)
+    batch, other = (
+        next(loader.open(frames, schedule, 0, 1))
+        for loader in (DaliLoader(num_workers=0, device="cpu"), TorchLoader())
+    )
+    assert_equal_batches(batch, other)
+
+
+@pytest.mark.parametrize("pil_can", [False, True])
+def test_what_only_the_decoder_finds_is_named_too(
+    frames: FrameSource, monkeypatch: pytest.MonkeyPatch, pil_can: bool
+) -> None:
+    path = damaged_path(frames, 1)
+    path.write_bytes(half(path.read_bytes()))
+    monkeypatch.setattr("bev_lightning.data.dali_source.is_whole_jpeg", lambda *_: True)
+    if pil_can:
+        monkeypatch.setattr("bev_lightning.data.dali.read_image", lambda source: None)
+    batches = DaliLoader(num_workers=0, device="cpu").open(
+        frames, Schedule(5, 1, shuffle=False), 0, 5
+    )
+    next(batches)
+    expected = r"an image of the samples s1, s2, s3," if pil_can else rf"sample s1: .*{path}"
+    with pytest.raises(InputError, match=expected):
+        next(batches)
 
 
 def test_skip_replaces_as_the_plain_loader_does(tmp_path: Path) -> None:
@@ -222,11 +239,11 @@ def test_an_error_in_a_worker_arrives_soon_and_leaves_nothing_behind(frames: Fra
     path = damaged_path(frames, 1)
     path.write_bytes(half(path.read_bytes()))
     before = children()
-    batches = DaliLoader(num_workers=2, device="cpu").open(
+    batches = DaliLoader(num_workers=1, device="cpu").open(
         frames, Schedule(5, 1, shuffle=False), 0, 5
     )
     next(batches)
-    assert len(children() - before) >= 2
+    assert len(children() - before) >= 1
     began = time.monotonic()
     with pytest.raises(InputError, match="sample s1: "):
         next(batches)
@@ -251,8 +268,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(frames: FrameSource) -> None:
     os.kill(worker, 9)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="Worker"):
-        for _ in range(50):
-            next(batches)
+        list(batches)
     assert time.monotonic() - began < 5
     assert workers_left(before) == set()
 
@@ -338,8 +354,8 @@ def test_real_images_at_realistic_scales(scale: float, rotation: float) -> None:
     source = ImageSource(path, (900, 1600), size, matrix)
     image = run_pixels(source)
     difference = np.abs(image - read_image(source).astype(np.float32))
-    print(scale, rotation, difference.mean(), difference.max(), np.quantile(difference, 0.99))
     assert difference.mean() < MEAN_TOLERANCE
+    assert difference.max() < LARGEST_TOLERANCE
 
 
 @pytest.mark.gpu
@@ -391,13 +407,12 @@ def run_pixels(source: ImageSource) -> np.ndarray:
     """``(H, W, 3)`` 0..255 of one image through the loader's own graph."""
     plan = plan_pixels(source.network_from_original, source.original_size, source.size)
     camera = CameraInput(source.size, ("CAM_FRONT",), (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    arrays = (
-        read_encoded(source), plan.region_start, plan.region_end, plan.resized, plan.resized_from_network
-    )  # fmt: skip
+    arrays = [read_encoded(source), plan.region_start, plan.region_end, plan.resized]
+    arrays.append(plan.resized_from_network)
     pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None)
     with pipeline:
         nodes = [fn.external_source(Repeat(array)) for array in arrays]
-        pipeline.set_outputs(make_images(*nodes, camera, torch.device("cpu")))
+        pipeline.set_outputs(make_images(nodes, camera, torch.device("cpu")))
     (images,) = pipeline.run()
     return np.array(images[0]).transpose(1, 2, 0)
 
@@ -436,7 +451,7 @@ def command_line(process: int) -> bytes:
 
 
 def workers_left(before: set[int]) -> set[int]:
-    """New processes after a moment's grace, without Python's resource tracker, which stays for good."""
+    """New processes after a moment's grace, without Python's resource tracker, which stays."""
     for _ in range(40):
         left = {p for p in children() - before if b"resource_tracker" not in command_line(p)}
         if not left:
@@ -534,11 +549,10 @@ def encode(pixels: np.ndarray, progressive: bool = False) -> bytes:
 
 def encode_radar(rng: np.random.Generator, num: int) -> bytes:
     """nuScenes' radar layout."""
-    kinds = {
-        "x": "f4", "y": "f4", "z": "f4", "dyn_prop": "i1", "id": "i2", "rcs": "f4", "vx": "f4", "vy": "f4",
-        "vx_comp": "f4", "vy_comp": "f4", "is_quality_valid": "i1", "ambig_state": "i1", "x_rms": "i1",
-        "y_rms": "i1", "invalid_state": "i1", "pdh0": "i1", "vx_rms": "i1", "vy_rms": "i1",
-    }  # fmt: skip
+    kinds = dict.fromkeys(("x", "y", "z"), "f4") | {"dyn_prop": "i1", "id": "i2"}
+    kinds |= dict.fromkeys(("rcs", "vx", "vy", "vx_comp", "vy_comp"), "f4")
+    small = "is_quality_valid ambig_state x_rms y_rms invalid_state pdh0 vx_rms vy_rms"
+    kinds |= dict.fromkeys(small.split(), "i1")
     returns = np.zeros(num, np.dtype([(name, f"<{kind}") for name, kind in kinds.items()]))
     for name in ("x", "y", "rcs", "vx_comp", "vy_comp"):
         returns[name] = rng.uniform(-8, 8, num)
