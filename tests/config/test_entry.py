@@ -39,6 +39,41 @@ def main(cfg):
 if __name__ == "__main__":
     main()
 """
+# Two ranks that meet once.
+DISTRIBUTED = """
+import json
+from pathlib import Path
+
+from bev_lightning.config import entry
+
+
+@entry("train")
+def main(cfg):
+    import torch
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    trainer = Trainer(
+        accelerator=cfg.trainer.accelerator,
+        devices=cfg.trainer.devices,
+        strategy=cfg.trainer.strategy,
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(BoringModel())
+    ranks = trainer.strategy.reduce(torch.tensor(float(trainer.global_rank)), reduce_op="sum")
+    if trainer.is_global_zero:
+        score = {"NDS": float(ranks), "world": trainer.world_size}
+        (Path(cfg.paths.run) / "score.json").write_text(json.dumps(score))
+
+
+if __name__ == "__main__":
+    main()
+"""
 
 
 @pytest.fixture
@@ -188,3 +223,18 @@ def test_help_teaches(
     said = capsys.readouterr().out
     assert "hardware: 1x3090, 1x4090, 1xh200, 4n1x4090, 4x3090, 4x4090, auto, cpu" in said
     assert said.count("bev_lightning.train ") >= 6
+
+
+def test_a_sweep_of_distributed_jobs_finishes_in_its_own_folders(here: Path) -> None:
+    (here / "verb.py").write_text(DISTRIBUTED)
+    axes = ["hardware=cpu", "hardware.devices=2", "strategy=ddp"]
+    done = start(here, "-m", "optim.lr=1e-4,2e-4", *axes)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (here / "outputs").iterdir()] == ["train"]
+    (sweep_dir,) = (here / "outputs" / "train").iterdir()
+    assert sorted(path.name for path in sweep_dir.iterdir() if path.is_dir()) == ["0", "1"]
+    for job, lr in (("0", 1e-4), ("1", 2e-4)):
+        assert OmegaConf.load(sweep_dir / job / "config.yaml").optim.lr == lr
+        assert json.loads((sweep_dir / job / "score.json").read_text()) == {"NDS": 1.0, "world": 2}
+    assert done.stdout.count("Results: ") == 3
+    assert done.stdout.splitlines()[-1] == f"Results: {sweep_dir.relative_to(here)}"
