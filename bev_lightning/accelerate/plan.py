@@ -13,16 +13,18 @@ from typing import Any
 # workers that use it. The driver's own view honours CUDA_VISIBLE_DEVICES.
 _PROBE = """
 import ctypes, json
-cuda, cards, value = ctypes.CDLL("libcuda.so.1"), [], ctypes.c_int()
+cuda, cards, value, device = ctypes.CDLL("libcuda.so.1"), [], ctypes.c_int(), ctypes.c_int()
 total, name = ctypes.c_size_t(), ctypes.create_string_buffer(256)
-count = cuda.cuDeviceGetCount(ctypes.byref(value)) if cuda.cuInit(0) == 0 else 1
-for index in range(value.value if count == 0 else 0):
-    def attribute(number):
-        cuda.cuDeviceGetAttribute(ctypes.byref(value), number, index)
-        return value.value
-    cuda.cuDeviceGetName(name, 256, index)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), index)
-    cards.append([name.value.decode(), total.value / 2**30, attribute(75) + attribute(76) / 10])
+def attribute(number):
+    cuda.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    return value.value
+if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(value)) == 0:
+    for index in range(value.value):
+        cuda.cuDeviceGet(ctypes.byref(device), index)
+        cuda.cuDeviceGetName(name, 256, device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+        # compute capability, major and minor
+        cards.append([name.value.decode(), total.value / 2**30, attribute(75) + attribute(76) / 10])
 print(json.dumps(cards))
 """
 
