@@ -1,4 +1,4 @@
-"""Scores a checkpoint: ``python -m bev_lightning.evaluate ckpt=FILE [KEY=VALUE ...]``."""
+"""Scores a checkpoint, or a submission: ``python -m bev_lightning.evaluate ckpt=FILE [KEY=VALUE ...]``."""
 
 from omegaconf import DictConfig
 
@@ -7,7 +7,10 @@ from bev_lightning.config import entry
 
 @entry("evaluate")
 def main(cfg: DictConfig) -> float | None:
-    """Predict ``data.val_split``, write the nuScenes submission and its score; returns NDS."""
+    """Score ``data.val_split`` with the nuScenes metric; returns NDS.
+
+    The run directory receives score.json and, from a checkpoint, the submission it comes from.
+    """
     from pathlib import Path
 
     from bev_lightning.assembly import (
@@ -17,21 +20,27 @@ def main(cfg: DictConfig) -> float | None:
         load_weights,
         write_json,
     )
-    from bev_lightning.objectives.submission import write_submission
+    from bev_lightning.objectives.submission import read_submission, write_submission
 
-    module = build_module(cfg)
-    load_weights(module, cfg.ckpt)
-    trainer = build_trainer(cfg)
-    trainer.validate(module, datamodule=build_data(cfg), verbose=False)
-    if not trainer.is_global_zero or module.scores is None:
-        return None
     run = Path(cfg.paths.run)
-    write_submission(run / "submission.json", module.results, module.inputs.modalities)
-    write_json(
-        run / "score.json", {**module.scores.to_dict(), "ckpt": cfg.ckpt, "status": "finished"}
-    )
-    print(module.scores)
-    return module.scores.NDS
+    data, module = build_data(cfg), build_module(cfg)
+    if cfg.results is not None:
+        data.prepare_data()
+        data.setup("predict")
+        assert module.evaluator is not None
+        scores = module.evaluator.evaluate(read_submission(Path(cfg.results)), data.predict_tokens)
+    else:
+        load_weights(module, cfg.ckpt)
+        trainer = build_trainer(cfg)
+        trainer.validate(module, datamodule=data, verbose=False)
+        if not trainer.is_global_zero or module.scores is None:
+            return None
+        scores = module.scores
+        write_submission(run / "submission.json", module.results, module.inputs.modalities)
+    source = {"ckpt": cfg.ckpt, "results": cfg.results}
+    write_json(run / "score.json", {**scores.to_dict(), **source, "status": "finished"})
+    print(scores)
+    return scores.NDS
 
 
 if __name__ == "__main__":

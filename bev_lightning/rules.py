@@ -67,12 +67,10 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
         InputError: one sentence that names the key, what is there and the mend.
     """
     _check_cards(cfg, machine)
-    for key in ("ckpt", "init_from", "resume"):
+    for key in ("ckpt", "init_from", "resume", "results"):
         path = _get(cfg, key)
         if path is not None and not Path(str(path)).is_file():
-            raise InputError(
-                f"{key}={path} does not exist; give a checkpoint file such as {_EXAMPLE}"
-            )
+            raise InputError(f"{key}={path} does not exist; give a file such as {_EXAMPLE}")
     root, version = _get(cfg, "data.root"), _get(cfg, "data.version")
     if root is None or _get(cfg, "data.synthetic") is not None:
         return
@@ -265,8 +263,15 @@ def _check_data(cfg: DictConfig) -> None:
 def _check_checkpoints(cfg: DictConfig) -> None:
     verb = _get(cfg, "verb")
     if verb in ("evaluate", "predict"):
-        if _get(cfg, "ckpt") is None:
-            raise InputError(f"{verb} needs a checkpoint; give ckpt=FILE, for example {_EXAMPLE}")
+        given = [key for key in ("ckpt", "results") if _get(cfg, key) is not None]
+        if len(given) != 1:
+            other = (
+                ", or results=FILE, a submission to score as it is" if verb == "evaluate" else ""
+            )
+            found = " and ".join(given) or "nothing"
+            raise InputError(
+                f"{verb} needs a checkpoint and got {found}; give ckpt=FILE, for example {_EXAMPLE}{other}"
+            )
         for key in ("init_from", "resume"):
             if _get(cfg, key) is not None:
                 raise InputError(

@@ -4,6 +4,8 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from bev_lightning.errors import InputError
@@ -20,7 +22,12 @@ class FiniteLoss(L.Callback):
         self._pending: tuple[int, tuple[str, ...], tuple[str, ...], Tensor] | None = None
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._check()
         terms: dict[str, Tensor] = outputs["terms"]
@@ -47,3 +54,20 @@ class FiniteLoss(L.Callback):
                 f"(samples {', '.join(tokens)}); lower optim.lr, set trainer.gradient_clip_val, or use "
                 "precision=32 to see whether the precision is to blame"
             )
+
+
+class SameWeights(L.Callback):
+    """Stop at the end of a training whose processes do not hold the same weights, to the last bit."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not isinstance(trainer.strategy, DDPStrategy) or trainer.world_size == 1:
+            return  # other strategies split the weights
+        weights = torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach()
+        first = trainer.strategy.broadcast(weights.cpu(), src=0)
+        differ = int((weights.cpu() != first).sum())
+        if differ:
+            raise RuntimeError(
+                f"{differ} of {weights.numel()} weights of process {trainer.global_rank} differ from "
+                "those of process 0"
+            )
+        rank_zero_info(f"The weights of all {trainer.world_size} processes are equal.")

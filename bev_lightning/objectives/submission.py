@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bev_lightning.errors import InputError
 from bev_lightning.structures.boxes import Boxes3D
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,34 @@ def write_submission(
     unfinished.write_text(json.dumps(content, allow_nan=False))
     os.replace(unfinished, path)
     return path
+
+
+def read_submission(path: Path) -> Entries:
+    """The entries of a nuScenes submission file.
+
+    Raises:
+        InputError: the file is missing, is no JSON or no submission, or an entry lacks a field.
+    """
+    fields = {"translation", "size", "rotation", "velocity", "detection_name", "detection_score"}
+    try:
+        results: Entries = json.loads(path.read_text())["results"]
+        for token, entries in results.items():
+            for entry in entries:
+                if missing := sorted(fields - set(entry)):
+                    raise InputError(
+                        f"{path} has a box in sample {token} without {', '.join(missing)}; write it in the "
+                        "nuScenes detection format"
+                    )
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); give a submission file") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{path} is no nuScenes submission ({type(error).__name__}: {error}); it must be JSON with "
+            '"meta" and "results"'
+        ) from None
+    return results
 
 
 def _is_valid(entry: Entry) -> bool:

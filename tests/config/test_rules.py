@@ -106,7 +106,7 @@ def test_meaning_is_checked_without_a_machine(words: list[str], sentence: str) -
 
 
 def test_evaluation_needs_a_checkpoint() -> None:
-    with pytest.raises(InputError, match="evaluate needs a checkpoint; give ckpt=FILE"):
+    with pytest.raises(InputError, match="evaluate needs a checkpoint and got nothing; give ckpt=FILE"):
         check(load("evaluate"))
 
 

@@ -1,0 +1,123 @@
+"""The programs as a user starts them, on a synthetic data set of a few frames."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY = [
+    "data=synthetic_mini",
+    "data.synthetic.num_train_scenes=1",
+    "data.synthetic.num_val_scenes=1",
+    "data.synthetic.frames_per_scene=2",
+    "data.synthetic.num_azimuths=90",
+    "model.network.head.num_queries=20",
+    "loader=torch",
+    "loader.num_workers=0",
+    "hardware=cpu",
+]
+
+
+def run(folder: Path, verb: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", f"bev_lightning.{verb}", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def results_of(folder: Path, process: subprocess.CompletedProcess) -> Path:
+    assert process.returncode == 0, process.stderr[-3000:]
+    last = process.stdout.strip().splitlines()[-1]
+    assert last.startswith("Results: ")
+    return folder / last.removeprefix("Results: ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("verbs")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    return results_of(folder, run(folder, "train", *TINY, "trainer.max_steps=2"))
+
+
+def test_train_leaves_what_the_readme_says(trained: Path):
+    names = {path.name for path in trained.iterdir()}
+    assert {"config.yaml", "resolved.yaml", "run.json", "score.json", "checkpoints"} <= names
+    score = json.loads((trained / "score.json").read_text())
+    assert score["steps"] == 2 and score["status"] == "finished" and score["frames"] == 2
+    assert set(score["AP"]) >= {"car", "traffic_cone"}
+    assert {path.name for path in (trained / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert list((trained / "pictures").glob("*.png"))
+    assert list((trained / "tensorboard").glob("events*"))
+
+
+def test_checkpoint_loads_without_executing_anything(trained: Path):
+    content = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
+    assert "model.network.head.num_queries=20" in content["bev_lightning"]["overrides"]
+    assert content["global_step"] == 2
+
+
+def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, trained: Path):
+    checkpoint = f"ckpt={trained / 'checkpoints' / 'best.ckpt'}"
+    again = results_of(folder, run(folder, "evaluate", checkpoint, "loader.num_workers=0"))
+    scores = [json.loads((place / "score.json").read_text()) for place in (trained, again)]
+    assert scores[0]["AP"] == scores[1]["AP"] and scores[0]["NDS"] == scores[1]["NDS"]
+    submission = again / "submission.json"
+    assert json.loads(submission.read_text())["meta"]["use_camera"] is True
+
+    scored = results_of(folder, run(folder, "evaluate", f"results={submission}", *TINY))
+    assert json.loads((scored / "score.json").read_text())["NDS"] == scores[0]["NDS"]
+
+    # Predictions of one split scored on another: one sentence that names both.
+    wrong = run(folder, "evaluate", f"results={submission}", *TINY, "data.val_split=mini_train")
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    assert "mini_val" in wrong.stderr and "mini_train" in wrong.stderr
+
+
+def test_predict_writes_a_submission(folder: Path, trained: Path):
+    checkpoint = f"ckpt={trained / 'checkpoints' / 'last.ckpt'}"
+    place = results_of(folder, run(folder, "predict", checkpoint, "loader.num_workers=0"))
+    assert len(json.loads((place / "submission.json").read_text())["results"]) == 2
+
+
+def test_two_processes_end_with_the_same_weights(folder: Path, trained: Path):
+    process = run(
+        folder,
+        "train",
+        *TINY,
+        "hardware.devices=2",
+        "strategy=ddp",
+        "trainer.max_steps=2",
+    )
+    assert "weights of all 2 processes are equal" in process.stdout + process.stderr
+    score = json.loads((results_of(folder, process) / "score.json").read_text())
+    assert score["steps"] == 2 and score["frames"] == 2
+
+
+def test_sweep_makes_one_folder_and_one_config_a_job(folder: Path, trained: Path):
+    process = run(
+        folder, "train", "-m", *TINY, "accumulation=1,2", "trainer.max_steps=1", "logger=none"
+    )
+    place = results_of(folder, process)
+    jobs = sorted(path for path in place.iterdir() if path.is_dir())
+    assert [job.name for job in jobs] == ["0", "1"]
+    for job in jobs:
+        assert (job / "config.yaml").exists() and (job / "score.json").exists()
+
+
+def test_refuses_a_model_that_the_checkpoint_is_not_of(folder: Path, trained: Path):
+    checkpoint = f"ckpt={trained / 'checkpoints' / 'last.ckpt'}"
+    process = run(folder, "evaluate", checkpoint, "model.network.head.channels=32")
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert "holds the weights of another model" in process.stderr
