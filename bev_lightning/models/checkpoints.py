@@ -124,3 +124,55 @@ def official_lidar_keys(state: Mapping[str, Tensor], prefix: str) -> dict[str, T
             value = value.transpose(-1, -2).contiguous()
         converted[name[len(prefix) :]] = value
     return converted
+
+
+_BEVFORMER_NAMES = (
+    (r"^bev_embedding\.weight$", r"encoder.queries"),
+    (r"^positional_encoding\.col_embed\.weight$", r"encoder.column_embedding"),
+    (r"^positional_encoding\.row_embed\.weight$", r"encoder.row_embedding"),
+    (r"^transformer\.level_embeds$", r"encoder.level_embedding"),
+    (r"^transformer\.cams_embeds$", r"encoder.camera_embedding"),
+    (r"^transformer\.can_bus_mlp\.norm\.", r"encoder.can_bus_mlp.4."),
+    (r"^transformer\.can_bus_mlp\.", r"encoder.can_bus_mlp."),
+    (r"^transformer\.encoder\.layers\.(\d+)\.attentions\.0\.", r"encoder.layers.\1.temporal."),
+    (r"^transformer\.encoder\.layers\.(\d+)\.attentions\.1\.", r"encoder.layers.\1.spatial."),
+    (r"^transformer\.encoder\.", r"encoder."),
+    (
+        r"^transformer\.decoder\.layers\.(\d+)\.attentions\.0\.attn\.",
+        r"head.layers.\1.self_attention.",
+    ),
+    (
+        r"^transformer\.decoder\.layers\.(\d+)\.attentions\.1\.",
+        r"head.layers.\1.map_attention.",
+    ),
+    (r"^transformer\.decoder\.", r"head."),
+    (r"^transformer\.reference_points\.", r"head.learned.reference."),
+    (r"^query_embedding\.weight$", r"head.learned.embedding"),
+    (r"^cls_branches\.", r"head.class_branches."),
+    (r"^reg_branches\.", r"head.box_branches."),
+    (r"\.ffns\.0\.layers\.0\.0\.", r".feed_forward.linear1."),
+    (r"\.ffns\.0\.layers\.1\.", r".feed_forward.linear2."),
+    (r"\.norms\.0\.", r".norm1."),
+    (r"\.norms\.1\.", r".norm2."),
+    (r"\.norms\.2\.", r".norm3."),
+)
+
+
+def official_bevformer_keys(
+    state: Mapping[str, Tensor], prefix: str = "pts_bbox_head."
+) -> dict[str, Tensor]:
+    """Weights of the published BEVFormerHead (encoder, decoder and branches) for ``encoder.`` and
+    ``head.`` of our :class:`BEVFormer`.
+
+    ``code_weights``, a constant of the loss, is left out. Backbone and neck are those of
+    :func:`official_image_keys` with the prefixes ``img_backbone.`` and ``img_neck.``.
+    """
+    converted: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not name.startswith(prefix) or name == f"{prefix}code_weights":
+            continue
+        name = name[len(prefix) :]
+        for pattern, replacement in _BEVFORMER_NAMES:
+            name = re.sub(pattern, replacement, name)
+        converted[name] = value
+    return converted

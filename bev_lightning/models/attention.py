@@ -1,0 +1,334 @@
+"""The three deformable attentions of BEVFormer (Li et al., ECCV 2022, sections 3.3 and 3.4).
+
+A query reads a few points of a feature map: where, and how much each counts, are linear functions of
+the query. Positions are fractions of the map, (0, 0) its outer corner; offsets are predicted in cells.
+Softmax and positions are float32 under autocast.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bev_lightning.errors import InputError
+from bev_lightning.ops.deform_attention import multi_scale_deformable_attention
+
+
+class TemporalSelfAttention(nn.Module):
+    """Each BEV query looks around its place in the previous and in the current BEV map and takes
+    the mean of what it sees in the two.
+
+    As published, what decides where to look is the previous map's feature at the query's own place
+    (before ``value_proj``) together with the query; and what counts as the current map is the FIRST
+    layer's query in every layer, or without a previous map the layer's own query, twice.
+
+    Args:
+        channels: width C.
+        num_points: P points per head in each of the two maps.
+    """
+
+    def __init__(
+        self, channels: int, num_heads: int = 8, num_points: int = 4, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        _check_heads(channels, num_heads)
+        self.num_heads, self.num_points = num_heads, num_points
+        self.sampling_offsets = nn.Linear(2 * channels, 2 * num_heads * num_points * 2)
+        self.attention_weights = nn.Linear(2 * channels, 2 * num_heads * num_points)
+        self.value_proj = nn.Linear(channels, channels)
+        self.output_proj = nn.Linear(channels, channels)
+        self.dropout = nn.Dropout(dropout)
+        _initialise(self, num_heads, 2, num_points)
+
+    def forward(
+        self,
+        query: Tensor,
+        position: Tensor,
+        previous: Tensor,
+        current: Tensor,
+        references: Tensor,
+        shape: tuple[int, int],
+    ) -> Tensor:
+        """
+        Args:
+            query, position: ``(B, Y * X, C)``, features and their positional encoding.
+            previous, current: ``(B, Y * X, C)``, the two maps.
+            references: ``(B, 2, Y * X, 2)`` place of each query x, y in the previous and the current
+                map, fractions.
+            shape: Y, X.
+
+        Returns:
+            ``(B, Y * X, C)``, residual included.
+        """
+        batch, queries, channels = query.shape
+        told = torch.cat([previous, query + position], dim=-1)
+        value = self.value_proj(torch.stack([previous, current], dim=1).flatten(0, 1))
+        value = value.view(2 * batch, queries, self.num_heads, -1)
+        # Laid out (heads, maps, points); the maps go to the batch.
+        layout = (batch, queries, self.num_heads, 2, self.num_points)
+        offsets = self.sampling_offsets(told).view(*layout, 2).float()
+        offsets = offsets.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)  # (2 B, Q, heads, P, 2)
+        weights = self.attention_weights(told).view(layout).float().softmax(-1)
+        weights = weights.permute(0, 3, 1, 2, 4).flatten(0, 1)
+        places = references.flatten(0, 1)[:, :, None, None] + offsets / _cells(offsets, shape)[0]
+        seen = multi_scale_deformable_attention(
+            value, [shape], places.unsqueeze(3), weights.unsqueeze(3)
+        )
+        mean = seen.view(batch, 2, queries, channels).mean(1)
+        return query + self.dropout(self.output_proj(mean))
+
+
+@dataclass(frozen=True)
+class VisibleQueries:
+    """Which BEV queries each camera sees, padded to a common length V.
+
+    Attributes:
+        row: ``(B * N, V)`` int64 the query's row in a ``(B * Q, C)`` tensor, ascending, then padding
+            (row 0 of the sample).
+        valid: ``(B * N, V)`` bool, False for padding.
+        points: ``(B * N, V, D, 2)`` places x, y of the query's D height anchors in the image,
+            fractions; 0 for padding.
+        num_cameras: ``(B, Q)`` cameras that see the query, at least 1.
+    """
+
+    row: Tensor
+    valid: Tensor
+    points: Tensor
+    num_cameras: Tensor
+
+
+@torch.no_grad()
+def find_visible(pixels: Tensor, is_seen: Tensor, share: float | None = None) -> VisibleQueries:
+    """Gather the queries that each camera sees.
+
+    Args:
+        pixels: ``(B, N, Q, D, 2)`` places of the anchors, fractions of the image.
+        is_seen: ``(B, N, Q, D)`` bool, the anchor is in front of the camera and in the image. A query
+            is seen with all its anchors where one of them is.
+        share: the largest share of the queries that a camera sees, which sets V beforehand: shapes are
+            then the same in every step and the device is never waited for. None counts them.
+
+    Raises:
+        RuntimeError: a camera sees more than ``share`` (on a GPU, at its next synchronisation).
+    """
+    batch, cameras, queries, anchors = is_seen.shape
+    mask = is_seen.any(-1)
+    count = mask.sum(-1)
+    if share is None:
+        # The one host synchronisation of the encoder, shared by its layers: how many queries a
+        # camera sees is known to the device only, and computing all of them costs several times more.
+        longest = max(1, int(count.max())) if count.numel() else 1
+    else:
+        longest = min(queries, math.ceil(share * queries))
+        torch._assert_async(
+            (count <= longest).all(), f"a camera sees more than {share} of the BEV queries"
+        )
+    # A query's place in the list is the number of seen queries before it; the rest land behind it.
+    place = torch.where(mask, mask.cumsum(-1) - 1, longest).clamp(max=longest)
+    row = torch.arange(queries, device=mask.device).expand_as(place)
+    index = row.new_zeros(batch, cameras, longest + 1).scatter_(2, place, row)[..., :longest]
+    valid = torch.arange(longest, device=mask.device) < count.unsqueeze(-1)
+    index = index * valid
+    points = pixels.gather(2, index[..., None, None].expand(-1, -1, -1, anchors, 2))
+    # What lies behind a camera may be infinitely far to its side.
+    points = (points * valid[..., None, None]).nan_to_num().clamp(-1e4, 1e4)
+    sample = torch.arange(batch, device=mask.device).view(-1, 1, 1)
+    return VisibleQueries(
+        row=(index + sample * queries).flatten(0, 1),
+        valid=valid.flatten(0, 1),
+        points=points.flatten(0, 1),
+        num_cameras=mask.sum(1).clamp(min=1),
+    )
+
+
+class SpatialCrossAttention(nn.Module):
+    """Each BEV query looks around the places of its height anchors in the cameras that see it and
+    takes the mean over those cameras.
+
+    Only the (camera, query) pairs that see each other are computed, for each sample on its own. A query
+    that no camera sees gets the bias of ``output_proj``, as published.
+
+    Args:
+        channels: width C.
+        num_levels: L feature maps per image.
+        num_points: P points per head and level, shared out evenly to the height anchors.
+        num_anchors: D height anchors of a query.
+
+    Raises:
+        InputError: the anchors do not divide the points.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int = 8,
+        num_levels: int = 4,
+        num_points: int = 8,
+        num_anchors: int = 4,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        _check_heads(channels, num_heads)
+        if num_points % num_anchors:
+            raise InputError(
+                f"{num_points} points cannot be shared out to {num_anchors} height anchors; make "
+                f"model.network.encoder.num_points a multiple of num_anchors"
+            )
+        self.deformable_attention = ImageAttention(
+            channels, num_heads, num_levels, num_points, num_anchors
+        )
+        self.output_proj = nn.Linear(channels, channels)
+        self.dropout = nn.Dropout(dropout)
+        _initialise_linear(self.output_proj)
+
+    def forward(
+        self,
+        query: Tensor,
+        features: Tensor,
+        shapes: Sequence[tuple[int, int]],
+        visible: VisibleQueries,
+    ) -> Tensor:
+        """
+        Args:
+            query: ``(B, Q, C)``.
+            features: ``(B * N, S, C)`` cells of all levels of each image.
+            shapes: height, width of each level.
+            visible: see there.
+
+        Returns:
+            ``(B, Q, C)``, residual included.
+        """
+        rows, valid = visible.row.flatten(), visible.valid.unsqueeze(-1)
+        chosen = query.flatten(0, 1).index_select(0, rows).view(*visible.row.shape, -1) * valid
+        seen = self.deformable_attention(chosen, features, shapes, visible.points) * valid
+        slots = torch.zeros_like(query, dtype=seen.dtype).flatten(0, 1)
+        slots = slots.index_add(0, rows, seen.flatten(0, 1)).view_as(query)
+        slots = slots / visible.num_cameras.unsqueeze(-1)
+        return query + self.dropout(self.output_proj(slots))
+
+
+class ImageAttention(nn.Module):
+    """The attention of one image within :class:`SpatialCrossAttention`; point k belongs to the height
+    anchor k modulo D. Softmax over levels and points together."""
+
+    def __init__(
+        self, channels: int, num_heads: int, num_levels: int, num_points: int, num_anchors: int
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_levels, self.num_points = num_heads, num_levels, num_points
+        self.num_anchors = num_anchors
+        self.sampling_offsets = nn.Linear(channels, num_heads * num_levels * num_points * 2)
+        self.attention_weights = nn.Linear(channels, num_heads * num_levels * num_points)
+        self.value_proj = nn.Linear(channels, channels)
+        _initialise(self, num_heads, num_levels, num_points)
+
+    def forward(
+        self, query: Tensor, features: Tensor, shapes: Sequence[tuple[int, int]], points: Tensor
+    ) -> Tensor:
+        """Queries ``(M, V, C)``, features ``(M, S, C)`` and anchors ``(M, V, D, 2)`` to
+        ``(M, V, C)``."""
+        images, queries, _ = query.shape
+        value = self.value_proj(features).view(images, features.shape[1], self.num_heads, -1)
+        layout = (images, queries, self.num_heads, self.num_levels, self.num_points)
+        offsets = self.sampling_offsets(query).view(*layout, 2).float()
+        offsets = offsets / _cells(offsets, *shapes)
+        weights = self.attention_weights(query).view(*layout[:3], -1).float().softmax(-1)
+        anchored = offsets.unflatten(4, (-1, self.num_anchors))  # (M, V, heads, L, P / D, D, 2)
+        places = points[:, :, None, None, None].float() + anchored
+        return multi_scale_deformable_attention(
+            value, shapes, places.flatten(4, 5), weights.view(layout)
+        )
+
+
+class MapAttention(nn.Module):
+    """Object queries look around their reference points in the BEV map (Deformable DETR's
+    attention with one level).
+
+    Args:
+        channels: width C.
+        num_points: P points per head.
+    """
+
+    def __init__(
+        self, channels: int, num_heads: int = 8, num_points: int = 4, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        _check_heads(channels, num_heads)
+        self.num_heads, self.num_points = num_heads, num_points
+        self.sampling_offsets = nn.Linear(channels, num_heads * num_points * 2)
+        self.attention_weights = nn.Linear(channels, num_heads * num_points)
+        self.value_proj = nn.Linear(channels, channels)
+        self.output_proj = nn.Linear(channels, channels)
+        self.dropout = nn.Dropout(dropout)
+        _initialise(self, num_heads, 1, num_points)
+
+    def forward(
+        self,
+        query: Tensor,
+        position: Tensor,
+        cells: Tensor,
+        shape: tuple[int, int],
+        references: Tensor,
+    ) -> Tensor:
+        """
+        Args:
+            query, position: ``(B, Q, C)``.
+            cells: ``(B, Y * X, C)`` the map.
+            shape: Y, X.
+            references: ``(B, Q, 2)`` x, y, fractions.
+
+        Returns:
+            ``(B, Q, C)``, residual included.
+        """
+        batch, queries, _ = query.shape
+        value = self.value_proj(cells).view(batch, cells.shape[1], self.num_heads, -1)
+        layout = (batch, queries, self.num_heads, self.num_points)
+        told = query + position
+        offsets = self.sampling_offsets(told).view(*layout, 2).float()
+        weights = self.attention_weights(told).view(layout).float().softmax(-1)
+        places = references[:, :, None, None].float() + offsets / _cells(offsets, shape)[0]
+        seen = multi_scale_deformable_attention(
+            value, [shape], places.unsqueeze(3), weights.unsqueeze(3)
+        )
+        return query + self.dropout(self.output_proj(seen))
+
+
+def _cells(like: Tensor, *shapes: tuple[int, int]) -> Tensor:
+    """``(L, 1, 2)`` width, height of L maps, in which the offsets of their points are counted."""
+    return like.new_tensor([[[width, height]] for height, width in shapes])
+
+
+def _check_heads(channels: int, num_heads: int) -> None:
+    if channels % num_heads:
+        raise InputError(
+            f"{channels} channels cannot be shared out to {num_heads} heads; make the channels of "
+            f"model.network a multiple of num_heads"
+        )
+
+
+def _initialise_linear(linear: nn.Linear) -> None:
+    nn.init.xavier_uniform_(linear.weight)
+    nn.init.zeros_(linear.bias)
+
+
+def _initialise(module: nn.Module, num_heads: int, num_maps: int, num_points: int) -> None:
+    """Head h starts by looking in the direction h / heads of a turn, its k-th point k + 1 cells away
+    (Deformable DETR, appendix A.4); all points count the same."""
+    angles = torch.arange(num_heads, dtype=torch.float32) * (2.0 * math.pi / num_heads)
+    directions = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    directions = directions / directions.abs().amax(-1, keepdim=True)
+    steps = torch.arange(1, num_points + 1, dtype=torch.float32)
+    bias = directions[:, None, None] * steps[:, None]  # (heads, 1, points, 2)
+    offsets, weights = module.sampling_offsets, module.attention_weights
+    assert isinstance(offsets, nn.Linear) and isinstance(weights, nn.Linear)
+    with torch.no_grad():
+        nn.init.zeros_(offsets.weight)
+        offsets.bias.copy_(bias.expand(-1, num_maps, -1, -1).flatten())
+        nn.init.zeros_(weights.weight)
+        nn.init.zeros_(weights.bias)
+    for name in ("value_proj", "output_proj"):
+        linear = getattr(module, name, None)
+        if linear is not None:
+            _initialise_linear(linear)

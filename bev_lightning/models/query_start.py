@@ -1,0 +1,116 @@
+"""Where object queries start from: learned places, or places in the BEV map."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bev_lightning.structures import BevGrid
+
+# The bias of a classifier that starts at a probability of 0.1 (RetinaNet, section 4.1).
+PRIOR_BIAS = -math.log(9.0)
+
+
+@dataclass(frozen=True)
+class QueryStart:
+    """Attributes:
+    query, position: ``(B, Q, C)`` content and positional encoding.
+    reference: ``(B, Q, 3)`` x, y, z as fractions of the grid's range, float32.
+    logits: ``(B, Q, K)`` a first guess of the class that every layer adds to, or None.
+    """
+
+    query: Tensor
+    position: Tensor
+    reference: Tensor
+    logits: Tensor | None = None
+
+    def join(self, other: "QueryStart") -> "QueryStart":
+        """These queries, then the others; both with a first guess or both without."""
+        logits = None
+        if self.logits is not None and other.logits is not None:
+            logits = torch.cat([self.logits, other.logits], dim=1)
+        return QueryStart(
+            torch.cat([self.query, other.query.to(self.query.dtype)], dim=1),
+            torch.cat([self.position, other.position.to(self.position.dtype)], dim=1),
+            torch.cat([self.reference, other.reference], dim=1),
+            logits,
+        )
+
+
+class LearnedStart(nn.Module):
+    """Learned content and position of each query; its reference is a linear function of its position
+    (Deformable DETR)."""
+
+    def __init__(self, channels: int, num_queries: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(num_queries, 2 * channels))
+        self.reference = nn.Linear(channels, 3)
+        nn.init.xavier_uniform_(self.reference.weight)
+        nn.init.zeros_(self.reference.bias)
+
+    def forward(self, batch: int) -> QueryStart:
+        position, query = self.embedding.chunk(2, dim=-1)
+        reference = self.reference(position).float().sigmoid()
+        return QueryStart(
+            *(value.unsqueeze(0).expand(batch, -1, -1) for value in (query, position, reference))
+        )
+
+
+class SeededStart(nn.Module):
+    """Queries at given cells of the BEV map: the feature there plus an encoding of a class.
+
+    Args:
+        grid: of the map.
+        channels: width C.
+        with_heatmap: predict a class heatmap whose peaks are the cells (TransFusion, Bai et al.,
+            CVPR 2022, section 3.2); its logits there are the first guess of the class.
+    """
+
+    def __init__(self, grid: BevGrid, channels: int, num_classes: int, with_heatmap: bool) -> None:
+        super().__init__()
+        self.shape = grid.shape
+        self.content = nn.Linear(channels, channels)
+        self.class_embedding = nn.Embedding(num_classes, channels)
+        self.position = nn.Sequential(
+            nn.Linear(2, channels), nn.ReLU(), nn.Linear(channels, channels)
+        )
+        self.heatmap = None
+        if with_heatmap:
+            self.heatmap = nn.Sequential(
+                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(channels, num_classes, 3, padding=1),
+            )
+            nn.init.constant_(self.heatmap[-1].bias, PRIOR_BIAS)  # type: ignore[arg-type]
+
+    def from_heatmap(self, bev: Tensor, num_queries: int) -> tuple[Tensor, QueryStart]:
+        """Logits of the heatmap ``(B, K, Y, X)`` and queries at its strongest local maxima; where there
+        are fewer maxima than queries, the rest start at other cells."""
+        assert self.heatmap is not None
+        heatmap = self.heatmap(bev).float()
+        probability = heatmap.detach().sigmoid()
+        is_peak = probability == F.max_pool2d(probability, 3, stride=1, padding=1)
+        best = (probability * is_peak).flatten(1).topk(num_queries, dim=-1).indices
+        height, width = self.shape
+        cell = best % (height * width)
+        places = torch.stack([cell % width, cell // width], dim=-1) + 0.5
+        return heatmap, self.at(bev, heatmap, places, best // (height * width))
+
+    def at(self, bev: Tensor, heatmap: Tensor | None, cells: Tensor, label: Tensor) -> QueryStart:
+        """Queries at places ``(B, Q, 2)`` x, y in cells with classes ``(B, Q)``."""
+        height, width = self.shape
+        i = cells[..., 0].floor().long().clamp(0, width - 1)
+        j = cells[..., 1].floor().long().clamp(0, height - 1)
+        index = (j * width + i).unsqueeze(1)
+        feature = bev.flatten(2).gather(2, index.expand(-1, bev.shape[1], -1)).transpose(1, 2)
+        query = self.content(feature) + self.class_embedding(label)
+        fraction = (cells / cells.new_tensor([width, height])).float().clamp(0.0, 1.0)
+        reference = torch.cat([fraction, torch.full_like(fraction[..., :1], 0.5)], dim=-1)
+        logits = None
+        if heatmap is not None:
+            guess = heatmap.detach().flatten(2)
+            logits = guess.gather(2, index.expand(-1, guess.shape[1], -1)).transpose(1, 2)
+        return QueryStart(query, self.position(2.0 * fraction - 1.0), reference, logits)
