@@ -31,7 +31,7 @@ class DaliLoader:
 
     Order, matrices, targets, points and radar are the same to the bit. Pixels come from another
     resampler of the same kind (bicubic with antialiasing, then bilinear where an image is rotated):
-    on real images they differ by 0.1 to 0.5 of 255 in the mean and by 2 at most.
+    on real images they differ by 0.1 to 0.5 of 255 in the mean and by 6 at most.
 
     On CUDA a batch arrives on the current device. Images are DALI's memory in either case, no copy.
 

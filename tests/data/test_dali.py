@@ -30,7 +30,7 @@ from bev_lightning.structures import Batch, CameraInput, Inputs, LidarInput, Rad
 
 # Mean absolute difference per image [0..255] and the largest on any channel of any pixel.
 MEAN_TOLERANCE = 0.75
-LARGEST_TOLERANCE = 6.0
+LARGEST_TOLERANCE = 8.0
 REACH = (-20.0, -20.0, -3.0, 20.0, 20.0, 3.0)
 SIZES = {"CAM_FRONT": (90, 160), "CAM_BACK": (100, 150)}
 INPUTS = Inputs(
