@@ -1,8 +1,8 @@
 """The three deformable attentions of BEVFormer (Li et al., ECCV 2022, sections 3.3 and 3.4).
 
-A query reads a few points of a feature map: where, and how much each counts, are linear functions of
-the query. Positions are fractions of the map, (0, 0) its outer corner; offsets are predicted in cells.
-Softmax and positions are float32 under autocast.
+A query reads a few points of a feature map: where, and how much each counts, are linear functions
+of the query. Positions are fractions of the map, (0, 0) its outer corner; offsets are predicted in
+cells. Softmax and positions are float32 under autocast.
 """
 
 import math
@@ -55,8 +55,8 @@ class TemporalSelfAttention(nn.Module):
         Args:
             query, position: ``(B, Y * X, C)``, features and their positional encoding.
             previous, current: ``(B, Y * X, C)``, the two maps.
-            references: ``(B, 2, Y * X, 2)`` place of each query x, y in the previous and the current
-                map, fractions.
+            references: ``(B, 2, Y * X, 2)`` place of each query x, y in the previous and the
+                current map, fractions.
             shape: Y, X.
 
         Returns:
@@ -85,8 +85,8 @@ class VisibleQueries:
     """Which BEV queries each camera sees, padded to a common length V.
 
     Attributes:
-        row: ``(B * N, V)`` int64 the query's row in a ``(B * Q, C)`` tensor, ascending, then padding
-            (row 0 of the sample).
+        row: ``(B * N, V)`` int64 the query's row in a ``(B * Q, C)`` tensor, ascending, then
+            padding (row 0 of the sample).
         valid: ``(B * N, V)`` bool, False for padding.
         points: ``(B * N, V, D, 2)`` places x, y of the query's D height anchors in the image,
             fractions; 0 for padding.
@@ -105,10 +105,10 @@ def find_visible(pixels: Tensor, is_seen: Tensor, share: float | None = None) ->
 
     Args:
         pixels: ``(B, N, Q, D, 2)`` places of the anchors, fractions of the image.
-        is_seen: ``(B, N, Q, D)`` bool, the anchor is in front of the camera and in the image. A query
-            is seen with all its anchors where one of them is.
-        share: the largest share of the queries that a camera sees, which sets V beforehand: shapes are
-            then the same in every step and the device is never waited for. None counts them.
+        is_seen: ``(B, N, Q, D)`` bool, the anchor is in front of the camera and in the image. A
+            query is seen with all its anchors where one of them is.
+        share: the largest share of the queries that a camera sees, which sets V beforehand: shapes
+            are then the same in every step and the device is never waited for. None counts them.
 
     Raises:
         RuntimeError: a camera sees more than ``share`` (on a GPU, at its next synchronisation).
@@ -118,7 +118,8 @@ def find_visible(pixels: Tensor, is_seen: Tensor, share: float | None = None) ->
     count = mask.sum(-1)
     if share is None:
         # The one host synchronisation of the encoder, shared by its layers: how many queries a
-        # camera sees is known to the device only, and computing all of them costs several times more.
+        # camera sees is known to the device only, and computing all of them costs several times
+        # more.
         longest = max(1, int(count.max())) if count.numel() else 1
     else:
         longest = min(queries, math.ceil(share * queries))
@@ -147,8 +148,8 @@ class SpatialCrossAttention(nn.Module):
     """Each BEV query looks around the places of its height anchors in the cameras that see it and
     takes the mean over those cameras.
 
-    Only the (camera, query) pairs that see each other are computed, for each sample on its own. A query
-    that no camera sees gets the bias of ``output_proj``, as published.
+    Only the (camera, query) pairs that see each other are computed, for each sample on its own. A
+    query that no camera sees gets the bias of ``output_proj``, as published.
 
     Args:
         channels: width C.
@@ -210,8 +211,8 @@ class SpatialCrossAttention(nn.Module):
 
 
 class ImageAttention(nn.Module):
-    """The attention of one image within :class:`SpatialCrossAttention`; point k belongs to the height
-    anchor k modulo D. Softmax over levels and points together."""
+    """The attention of one image within :class:`SpatialCrossAttention`; point k belongs to the
+    height anchor k modulo D. Softmax over levels and points together."""
 
     def __init__(
         self, channels: int, num_heads: int, num_levels: int, num_points: int, num_anchors: int
@@ -314,8 +315,8 @@ def _initialise_linear(linear: nn.Linear) -> None:
 
 
 def _initialise(module: nn.Module, num_heads: int, num_maps: int, num_points: int) -> None:
-    """Head h starts by looking in the direction h / heads of a turn, its k-th point k + 1 cells away
-    (Deformable DETR, appendix A.4); all points count the same."""
+    """Head h starts by looking in the direction h / heads of a turn, its k-th point k + 1 cells
+    away (Deformable DETR, appendix A.4); all points count the same."""
     angles = torch.arange(num_heads, dtype=torch.float32) * (2.0 * math.pi / num_heads)
     directions = torch.stack([angles.cos(), angles.sin()], dim=-1)
     directions = directions / directions.abs().amax(-1, keepdim=True)

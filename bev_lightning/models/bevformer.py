@@ -1,42 +1,15 @@
-"""BEVFormer: from cameras and the previous bird's-eye view to the current one (Li et al., ECCV 2022)."""
+"""BEVFormer: cameras and the previous bird's-eye view to the current one (Li et al., ECCV 2022)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.attention import (
-    SpatialCrossAttention,
-    TemporalSelfAttention,
-    VisibleQueries,
-    find_visible,
-)
-from bev_lightning.models.ego_motion import (
-    EgoMotion,
-    motion_from_can_bus,
-    motion_from_pose,
-    origin_cell,
-    turn_map,
-)
-from bev_lightning.structures import Batch, BevGrid, Boxes3D, Cameras
-from bev_lightning.structures.geometry import project
+from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
+from bev_lightning.structures import Batch, Boxes3D, Cameras
 from bev_lightning.structures.predictions import BEVFormerPredictions
-
-
-@dataclass(frozen=True)
-class PreviousBev:
-    """Attributes:
-    bev: ``(B, C, Y, X)`` the encoder's map of the previous frame, in the previous model frame.
-    valid: ``(B,)`` bool, False for samples that start afresh.
-    """
-
-    bev: Tensor
-    valid: Tensor
 
 
 class BEVFormer(nn.Module):
@@ -58,7 +31,7 @@ class BEVFormer(nn.Module):
         self,
         backbone: nn.Module,
         neck: nn.Module,
-        encoder: "BEVEncoder",
+        encoder: BEVEncoder,
         head: nn.Module,
         pad_multiple: int = 1,
     ) -> None:
@@ -78,7 +51,8 @@ class BEVFormer(nn.Module):
         height, width = images.shape[-2:]
         right, bottom = -width % self.pad_multiple, -height % self.pad_multiple
         images = F.pad(images.flatten(0, 1), (0, right, 0, bottom))
-        maps = [m.unflatten(0, (-1, cameras[0].images.shape[1])) for m in self.neck(self.backbone(images))]
+        num_cameras = cameras[0].images.shape[1]
+        maps = [m.unflatten(0, (-1, num_cameras)) for m in self.neck(self.backbone(images))]
         per_frame = [m.split([frame.images.shape[0] for frame in cameras]) for m in maps]
         return [list(levels) for levels in zip(*per_frame, strict=True)]
 
@@ -88,12 +62,13 @@ class BEVFormer(nn.Module):
         """BEV map ``(B, C, Y, X)`` of a frame's feature maps."""
         cameras = _cameras(batch)
         height, width = cameras.images.shape[-2:]
-        size = (
-            height + -height % self.pad_multiple,
-            width + -width % self.pad_multiple,
-        )
         bev: Tensor = self.encoder(
-            maps, cameras.image_from_lidar, size, batch.can_bus, batch.lidar_from_previous_lidar, previous
+            maps,
+            cameras.image_from_lidar,
+            (height + -height % self.pad_multiple, width + -width % self.pad_multiple),
+            batch.can_bus,
+            batch.lidar_from_previous_lidar,
+            previous,
         )
         return bev
 
@@ -105,277 +80,6 @@ class BEVFormer(nn.Module):
     def decode(self, predictions: BEVFormerPredictions) -> Boxes3D:
         boxes: Boxes3D = self.head.decode(predictions)  # type: ignore[operator]
         return boxes
-
-
-class BEVEncoder(nn.Module):
-    """Learned queries, one for each BEV cell, that gather the previous map and the images.
-
-    Kept from the published code because its weights depend on it: a pixel's place in the image is
-    u / W, though pixel centres lie at integers.
-
-    Args:
-        grid: of the BEV map.
-        channels: width C.
-        num_levels: L feature maps per image.
-        num_cameras: N.
-        num_anchors: D heights at which a cell is looked for in the images, evenly spread over the
-            grid's z range from half a metre above its bottom to half a metre below its top.
-        num_points: points per head and level in the images, a multiple of D.
-        num_temporal_points: points per head in each of the two BEV maps.
-        motion: ``can_bus`` reads the ego motion as published; ``pose`` takes it from
-            ``lidar_from_previous_lidar`` and is right under BEV augmentation too.
-        use_can_bus: add an embedding of the CAN bus vector to the queries. It holds the absolute
-            heading, which the published weights were trained with.
-        turn_centre: cell x, y about which the previous map is turned; None takes the origin of the
-            model frame. The published tiny and small models turn about (100, 100), a corner of theirs.
-        visible_share: see :func:`find_visible`.
-        gradient_checkpointing: recompute each layer in the backward pass instead of storing it.
-    """
-
-    places: Tensor
-    anchors: Tensor
-
-    def __init__(
-        self,
-        grid: BevGrid,
-        channels: int = 256,
-        num_layers: int = 6,
-        num_heads: int = 8,
-        num_levels: int = 4,
-        num_cameras: int = 6,
-        num_anchors: int = 4,
-        num_points: int = 8,
-        num_temporal_points: int = 4,
-        ffn_channels: int = 512,
-        dropout: float = 0.1,
-        motion: Literal["can_bus", "pose"] = "can_bus",
-        use_can_bus: bool = True,
-        turn_centre: tuple[float, float] | None = None,
-        visible_share: float | None = None,
-        gradient_checkpointing: bool = False,
-    ) -> None:
-        super().__init__()
-        if motion not in ("can_bus", "pose"):
-            raise InputError(f"model.network.encoder.motion={motion} is unknown; use can_bus or pose")
-        if channels % 2:
-            raise InputError(f"model.network.encoder.channels={channels} must be even")
-        self.grid, self.channels, self.motion = grid, channels, motion
-        self.turn_centre = origin_cell(grid) if turn_centre is None else tuple(turn_centre)
-        self.visible_share = visible_share
-        self.gradient_checkpointing = gradient_checkpointing
-        height, width = grid.shape
-        self.queries = nn.Parameter(torch.randn(height * width, channels))
-        self.column_embedding = nn.Parameter(torch.rand(width, channels // 2))
-        self.row_embedding = nn.Parameter(torch.rand(height, channels // 2))
-        self.level_embedding = nn.Parameter(torch.randn(num_levels, channels))
-        self.camera_embedding = nn.Parameter(torch.randn(num_cameras, channels))
-        self.can_bus_mlp = _can_bus_mlp(channels) if use_can_bus else None
-        self.layers = nn.ModuleList(
-            EncoderLayer(
-                TemporalSelfAttention(channels, num_heads, num_temporal_points, dropout),
-                SpatialCrossAttention(
-                    channels, num_heads, num_levels, num_points, num_anchors, dropout
-                ),
-                FeedForward(channels, ffn_channels, dropout),
-                channels,
-            )
-            for _ in range(num_layers)
-        )
-        centres = grid.centres()  # (Y, X, 2)
-        z_min, z_max = grid.range[2], grid.range[5]
-        heights = torch.linspace(z_min + 0.5, z_max - 0.5, num_anchors)
-        anchors = torch.cat(
-            [
-                centres.unsqueeze(2).expand(-1, -1, num_anchors, -1),
-                heights.view(1, 1, -1, 1).expand(height, width, -1, 1),
-            ],
-            dim=-1,
-        )
-        cells = grid.to_cells(centres) / centres.new_tensor([width, height])
-        self.register_buffer("places", cells.flatten(0, 1), persistent=False)  # (Y * X, 2)
-        self.register_buffer("anchors", anchors.flatten(0, 1), persistent=False)  # (Y * X, D, 3)
-
-    def forward(
-        self,
-        maps: Sequence[Tensor],
-        image_from_lidar: Tensor,
-        image_size: tuple[int, int],
-        can_bus: Tensor | None,
-        lidar_from_previous_lidar: Tensor,
-        previous: PreviousBev | None = None,
-    ) -> Tensor:
-        """
-        Args:
-            maps: L feature maps ``(B, N, C, h, w)``.
-            image_from_lidar: ``(B, N, 4, 4)``.
-            image_size: height, width that u and v are divided by, padding included [pixels].
-            can_bus: ``(B, 18)``, or None where neither ``motion`` nor ``use_can_bus`` needs it.
-            lidar_from_previous_lidar: ``(B, 4, 4)``.
-            previous: the previous frame's map; None starts all samples afresh.
-
-        Returns:
-            ``(B, C, Y, X)``.
-
-        Raises:
-            InputError: number of cameras or levels, or a missing CAN bus vector.
-        """
-        self._check(maps, can_bus)
-        batch = image_from_lidar.shape[0]
-        shapes = [(int(m.shape[-2]), int(m.shape[-1])) for m in maps]
-        features = self._embed_features(maps)
-        visible = self.find_visible(image_from_lidar, image_size)
-        query = self.queries.unsqueeze(0).expand(batch, -1, -1)
-        if self.can_bus_mlp is not None:
-            assert can_bus is not None
-            query = query + self.can_bus_mlp(can_bus.to(query.dtype)).unsqueeze(1)
-        position = self.positions().expand(batch, -1, -1)
-        references = self.places.expand(batch, 2, -1, -1)
-        past = keep = None
-        if previous is not None:
-            motion = self.ego_motion(can_bus, lidar_from_previous_lidar)
-            turned = turn_map(previous.bev.detach(), motion.turn, self.turn_centre)
-            past = turned.flatten(2).transpose(1, 2).to(query.dtype)
-            keep = previous.valid.view(-1, 1, 1)
-            shift = self.shift(motion).unsqueeze(1)
-            references = torch.stack([self.places + shift * keep, self.places.expand(batch, -1, -1)], 1)
-        first = query
-        for layer in self.layers:
-            # A sample without a previous map attends to the layer's own query twice.
-            before = query if past is None else torch.where(keep, past, query)
-            current = query if past is None else torch.where(keep, first, query)
-            arguments = (query, position, before, current, references, self.grid.shape, features, shapes, visible)
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                query = checkpoint(layer, *arguments, use_reentrant=False)
-            else:
-                query = layer(*arguments)
-        return query.transpose(1, 2).unflatten(2, self.grid.shape)
-
-    def positions(self) -> Tensor:
-        """Learned encoding of the cells ``(Y * X, C)``: of the column, then of the row."""
-        height, width = self.grid.shape
-        columns = self.column_embedding.unsqueeze(0).expand(height, -1, -1)
-        rows = self.row_embedding.unsqueeze(1).expand(-1, width, -1)
-        return torch.cat([columns, rows], dim=-1).flatten(0, 1)
-
-    def ego_motion(self, can_bus: Tensor | None, lidar_from_previous_lidar: Tensor) -> EgoMotion:
-        if self.motion == "can_bus":
-            assert can_bus is not None
-            return motion_from_can_bus(can_bus)
-        return motion_from_pose(lidar_from_previous_lidar)
-
-    def shift(self, motion: EgoMotion) -> Tensor:
-        """``(B, 2)`` the motion's shift x, y as fractions of the map."""
-        x_min, y_min, _, x_max, y_max, _ = self.grid.range
-        return motion.shift / motion.shift.new_tensor([x_max - x_min, y_max - y_min])
-
-    def project_anchors(
-        self, image_from_lidar: Tensor, image_size: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """Where each camera sees the anchors: fractions of the image ``(B, N, Y * X, D, 2)``, which mean
-        something where the second result ``(B, N, Y * X, D)`` bool says so."""
-        with torch.autocast(image_from_lidar.device.type, enabled=False):
-            flat = self.anchors.float().flatten(0, 1)
-            pixels, depth = project(image_from_lidar.float(), flat)
-            fractions = pixels / pixels.new_tensor([image_size[1], image_size[0]])
-            seen = (depth > 1e-5) & ((fractions > 0) & (fractions < 1)).all(-1)
-        layout = self.anchors.shape[:2]
-        return fractions.unflatten(2, layout), seen.unflatten(2, layout)
-
-    def find_visible(
-        self, image_from_lidar: Tensor, image_size: tuple[int, int]
-    ) -> VisibleQueries:
-        with torch.no_grad():
-            fractions, seen = self.project_anchors(image_from_lidar, image_size)
-        return find_visible(fractions, seen, self.visible_share)
-
-    def _embed_features(self, maps: Sequence[Tensor]) -> Tensor:
-        """``(B * N, S, C)`` cells of all levels, told apart by camera and level."""
-        levels = []
-        for level, features in enumerate(maps):
-            embedding = self.camera_embedding + self.level_embedding[level]
-            cells = features.flatten(3).transpose(2, 3) + embedding.unsqueeze(1)
-            levels.append(cells.flatten(0, 1))
-        return torch.cat(levels, dim=1)
-
-    def _check(self, maps: Sequence[Tensor], can_bus: Tensor | None) -> None:
-        if len(maps) != len(self.level_embedding):
-            raise InputError(
-                f"the encoder takes {len(self.level_embedding)} feature maps and the neck gives "
-                f"{len(maps)}; set model.network.encoder.num_levels"
-            )
-        if maps[0].shape[1] != len(self.camera_embedding):
-            raise InputError(
-                f"the encoder was made for {len(self.camera_embedding)} cameras and gets "
-                f"{maps[0].shape[1]}; set model.network.encoder.num_cameras"
-            )
-        if can_bus is None and (self.motion == "can_bus" or self.can_bus_mlp is not None):
-            raise InputError(
-                "the batch has no can_bus, which this model reads; set model.network.encoder.motion=pose "
-                "and use_can_bus=false"
-            )
-
-
-class EncoderLayer(nn.Module):
-    """Temporal self-attention, spatial cross-attention, feed-forward; each followed by its norm."""
-
-    def __init__(
-        self,
-        temporal: TemporalSelfAttention,
-        spatial: SpatialCrossAttention,
-        feed_forward: "FeedForward",
-        channels: int,
-    ) -> None:
-        super().__init__()
-        self.temporal, self.spatial, self.feed_forward = temporal, spatial, feed_forward
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
-
-    def forward(
-        self,
-        query: Tensor,
-        position: Tensor,
-        previous: Tensor,
-        current: Tensor,
-        references: Tensor,
-        shape: tuple[int, int],
-        features: Tensor,
-        shapes: Sequence[tuple[int, int]],
-        visible: VisibleQueries,
-    ) -> Tensor:
-        """``(B, Y * X, C)`` to the same; see the attentions for the arguments."""
-        query = self.norm1(self.temporal(query, position, previous, current, references, shape))
-        query = self.norm2(self.spatial(query, features, shapes, visible))
-        return self.norm3(self.feed_forward(query))
-
-
-class FeedForward(nn.Module):
-    """Two linear layers on each query, residual included."""
-
-    def __init__(self, channels: int, hidden_channels: int, dropout: float) -> None:
-        super().__init__()
-        self.linear1 = nn.Linear(channels, hidden_channels)
-        self.linear2 = nn.Linear(hidden_channels, channels)
-        self.dropout = nn.Dropout(dropout)
-        for linear in (self.linear1, self.linear2):
-            nn.init.xavier_uniform_(linear.weight)
-
-    def forward(self, query: Tensor) -> Tensor:
-        hidden = self.dropout(F.relu(self.linear1(query)))
-        return query + self.dropout(self.linear2(hidden))
-
-
-def _can_bus_mlp(channels: int) -> nn.Sequential:
-    mlp = nn.Sequential(
-        nn.Linear(18, channels // 2),
-        nn.ReLU(),
-        nn.Linear(channels // 2, channels),
-        nn.ReLU(),
-        nn.LayerNorm(channels),
-    )
-    for linear in (mlp[0], mlp[2]):
-        assert isinstance(linear, nn.Linear)
-        nn.init.xavier_uniform_(linear.weight)
-        nn.init.zeros_(linear.bias)
-    return mlp
 
 
 def _cameras(batch: Batch) -> Cameras:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.attention import MapAttention
-from bev_lightning.models.bevformer import FeedForward
+from bev_lightning.models.bev_encoder import FeedForward
 from bev_lightning.models.query_start import LearnedStart, QueryStart, SeededStart
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.predictions import (
@@ -26,8 +26,8 @@ class BEVFormerHead(nn.Module):
     """Deformable DETR's decoder with iterative box refinement on a BEV map (BEVFormer, section
     3.5).
 
-    Each layer predicts class and box of every query; the box's centre relative to the query's reference
-    point, which the next layer takes from there without gradient.
+    Each layer predicts class and box of every query; the box's centre relative to the query's
+    reference point, which the next layer takes from there without gradient.
 
     The published head is what the defaults say. Two options let it learn in minutes on a CPU, where
     the published one, which needs hundreds of thousands of steps, learns nothing; both are OFF in
@@ -35,7 +35,8 @@ class BEVFormerHead(nn.Module):
 
     * ``heatmap_start``: queries start from the peaks of a class heatmap (as TransFusion's do), at
       the peak, with the feature there, its class, and its class probabilities as the first guess.
-    * ``num_denoising``: in training further queries start from disturbed annotations and learn to restore
+    * ``num_denoising``: in training further queries start from disturbed annotations and learn to
+    restore
       them, which needs no matching (DN-DETR, Li et al., CVPR 2022).
 
     Args:
@@ -46,8 +47,8 @@ class BEVFormerHead(nn.Module):
         max_boxes: (query, class) pairs that decode takes, by descending probability.
         score_threshold: of decode: pairs with a probability above it; where a sample has none, the
             threshold is lowered in steps of a tenth until one passes. None keeps all.
-        range_m: of decode: boxes with ``low <= x, y, z <= high`` of x_min, y_min, z_min, x_max, y_max,
-            z_max.
+        range_m: of decode: boxes with ``low <= x, y, z <= high`` of x_min, y_min, z_min, x_max,
+            y_max, z_max.
         heatmap_start: see above.
         num_denoising: see above: queries per annotation, 0 for none.
         denoising_shift: how far a disturbed centre may lie off, in half sizes of the box.
@@ -154,8 +155,8 @@ class BEVFormerHead(nn.Module):
         return BEVFormerPredictions(bev, queries, self.codec, heatmap, denoising)
 
     def decode(self, predictions: BEVFormerPredictions) -> Boxes3D:
-        """Boxes ``(B, max_boxes)`` of the last layer by descending score; a query may appear with several
-        classes. What range and threshold leave out is marked invalid."""
+        """Boxes ``(B, max_boxes)`` of the last layer by descending score; a query may appear with
+        several classes. What range and threshold leave out is marked invalid."""
         queries = predictions.queries
         probability = queries.logits[-1].float().sigmoid()
         num_classes = probability.shape[-1]
@@ -194,9 +195,7 @@ class BEVFormerHead(nn.Module):
             centre = place * (high - low) + low
             all_logits.append(logits if start.logits is None else logits + start.logits)
             all_code.append(
-                torch.cat(
-                    [centre[..., :2], box[..., 2:4], centre[..., 2:], box[..., 5:]], dim=-1
-                )
+                torch.cat([centre[..., :2], box[..., 2:4], centre[..., 2:], box[..., 5:]], dim=-1)
             )
             reference = place.detach()
         return torch.stack(all_logits), torch.stack(all_code)
@@ -204,8 +203,8 @@ class BEVFormerHead(nn.Module):
     def _disturb(
         self, bev: Tensor, heatmap: Tensor | None, targets: Boxes3D
     ) -> tuple[QueryStart, Tensor, Tensor]:
-        """Queries from annotations that were shifted and given wrong classes: ``num_denoising`` groups
-        of M; the annotation ``(B, G * M)`` of each and whether there is one."""
+        """Queries from annotations that were shifted and given wrong classes: ``num_denoising``
+        groups of M; the annotation ``(B, G * M)`` of each and whether there is one."""
         assert self.seeded is not None
         groups, grid = self.num_denoising, self.codec.grid
         centre = targets.centre[..., :2].float().nan_to_num().repeat(1, groups, 1)

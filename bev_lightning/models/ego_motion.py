@@ -54,7 +54,7 @@ def turn_map(bev: Tensor, turn: Tensor, centre: tuple[float, float]) -> Tensor:
         turn: ``(B,)`` [rad], counter-clockwise about ``centre`` (x, y in cells, the first cell's
             centre is 0.5).
     """
-    batch, _, height, width = bev.shape
+    height, width = bev.shape[-2:]
     with torch.autocast(bev.device.type, enabled=False):
         turn = turn.float()
         x = torch.arange(width, device=bev.device) + 0.5 - centre[0]

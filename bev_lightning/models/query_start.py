@@ -40,8 +40,8 @@ class QueryStart:
 
 
 class LearnedStart(nn.Module):
-    """Learned content and position of each query; its reference is a linear function of its position
-    (Deformable DETR)."""
+    """Learned content and position of each query; its reference is a linear function of its
+    position (Deformable DETR)."""
 
     def __init__(self, channels: int, num_queries: int) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class SeededStart(nn.Module):
             nn.init.constant_(self.heatmap[-1].bias, PRIOR_BIAS)  # type: ignore[arg-type]
 
     def from_heatmap(self, bev: Tensor, num_queries: int) -> tuple[Tensor, QueryStart]:
-        """Logits of the heatmap ``(B, K, Y, X)`` and queries at its strongest local maxima; where there
-        are fewer maxima than queries, the rest start at other cells."""
+        """Logits of the heatmap ``(B, K, Y, X)`` and queries at its strongest local maxima; where
+        there are fewer maxima than queries, the rest start at other cells."""
         assert self.heatmap is not None
         heatmap = self.heatmap(bev).float()
         probability = heatmap.detach().sigmoid()

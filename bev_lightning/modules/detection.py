@@ -59,10 +59,11 @@ class DetectionModule(L.LightningModule):
         self.results: Entries = {}
 
     def forward(self, batch: Batch) -> Any:
+        """Predictions for a batch; what every step calls."""
         return self.network(batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        terms = self._losses(self.network(batch), batch)
+        terms = self._losses(self(batch), batch)
         loss = torch.stack(list(terms.values())).sum()
         logged = {f"train/{name}": value.detach() for name, value in terms.items()}
         self.log_dict({"train/loss": loss.detach(), **logged}, batch_size=batch.size)
@@ -76,7 +77,7 @@ class DetectionModule(L.LightningModule):
         self.results = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Boxes3D]:
-        predictions = self.network(batch)
+        predictions = self(batch)
         if batch.targets is not None:
             terms = self._losses(predictions, batch)
             loss = torch.stack(list(terms.values())).sum()
@@ -103,7 +104,7 @@ class DetectionModule(L.LightningModule):
         self.results = {}
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Boxes3D:
-        return self._collect(self.network(batch), batch)
+        return self._collect(self(batch), batch)
 
     def on_predict_epoch_end(self) -> None:
         self.results = self._gather(self.results)

@@ -25,19 +25,20 @@ CODE_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.2, 0.2)
 
 
 class SetPredictionObjective:
-    """Focal loss and L1 on the queries that the Hungarian method gave to the boxes, for every decoder
-    layer.
+    """Focal loss and L1 on the queries that the Hungarian method gave to the boxes, for every
+    decoder layer.
 
-    A frame without boxes, or a batch of them, trains: its queries learn background. Boxes whose centre
-    lies outside the head's range are left out, for it cannot predict them. The terms of every layer are
-    divided by the number of boxes in all samples together, at least 1.
+    A frame without boxes, or a batch of them, trains: its queries learn background. Boxes whose
+    centre lies outside the head's range are left out, for it cannot predict them. The terms of
+    every layer are divided by the number of boxes in all samples together, at least 1.
 
     Args:
         class_weight, box_weight: of the two terms, and of the two costs in the matching.
-        code_weights: of the ten numbers of a box in the L1 term. The matching leaves out the velocity.
-        skip_unknown_rows: as published, a box with unknown velocity adds nothing to the L1 term (its
-            published data reader writes 0 for unknown, so that it never came to that). False leaves out
-            its velocity only.
+        code_weights: of the ten numbers of a box in the L1 term. The matching leaves out the
+            velocity.
+        skip_unknown_rows: as published, a box with unknown velocity adds nothing to the L1 term
+            (its published data reader writes 0 for unknown, so that it never came to that). False
+            leaves out its velocity only.
         heatmap_weight: of the Gaussian focal loss of a head whose queries start from a heatmap.
         min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
         denoising_weight: of class and box terms of the queries that started from annotations.
@@ -79,16 +80,16 @@ class SetPredictionObjective:
     def match(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Assignment:
         """Which query answers for which box, in each layer and sample on its own."""
         with torch.autocast(predictions.bev.device.type, enabled=False):
-            box = assign(
-                self.costs(predictions, targets), _in_range(predictions, targets)
-            )
+            box = assign(self.costs(predictions, targets), _in_range(predictions, targets))
             return Assignment(box, torch.zeros_like(box, dtype=torch.float32))
 
     def costs(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
         """``(L, B, Q, M)``: the focal cost and the L1 distance of all but the velocity."""
         queries = predictions.queries
         wanted = predictions.codec.encode(targets)[None, ..., :8].nan_to_num()
-        distance = torch.cdist(widen(queries.code[..., :8]), wanted.to(widen(queries.code).dtype), p=1)
+        distance = torch.cdist(
+            widen(queries.code[..., :8]), wanted.to(widen(queries.code).dtype), p=1
+        )
         cost = self.class_weight * focal_cost(queries.logits, targets.label)
         return cost + self.box_weight * distance
 
@@ -145,9 +146,12 @@ class SetPredictionObjective:
         counted: Tensor,
         num_positive: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Focal loss of the ``counted`` queries, L1 of the ``positive`` ones, ``(L, B, Q)`` bool."""
+        """Focal loss of the ``counted`` queries, L1 of the ``positive`` ones, ``(L, B, Q)``
+        bool."""
         label = torch.where(positive, label, queries.logits.shape[-1])
-        by_class = (sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)).sum((1, 2, 3))
+        by_class = (sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)).sum(
+            (1, 2, 3)
+        )
         weight = positive.unsqueeze(-1) * queries.code.new_tensor(self.code_weights)
         if self.skip_unknown_rows:
             weight = weight * torch.isfinite(wanted).all(-1, keepdim=True)
@@ -157,7 +161,8 @@ class SetPredictionObjective:
 
 
 def _in_range(predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
-    """``(B, M)`` bool: boxes with their centre in the head's range along x and y, bounds excluded."""
+    """``(B, M)`` bool: boxes with their centre in the head's range along x and y, bounds
+    excluded."""
     grid = predictions.codec.grid
     low, high = targets.centre.new_tensor(grid.range).view(2, 3)[:, :2]
     xy = targets.centre[..., :2]

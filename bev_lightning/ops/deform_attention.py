@@ -1,7 +1,7 @@
 """Multi-scale deformable attention: each query reads a few points of feature maps, bilinearly.
 
-The reference, in plain PyTorch operations (Deformable DETR, Zhu et al. 2021, equation 3). It is what
-other implementations are compared with, and what is exported.
+The reference, in plain PyTorch operations (Deformable DETR, Zhu et al. 2021, equation 3). It is
+what other implementations are compared with, and what is exported.
 """
 
 from collections.abc import Sequence
