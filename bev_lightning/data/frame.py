@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bev_lightning.data.augment import Augment, draw_bev, draw_image, fit_image
-from bev_lightning.data.index import Index, find_missing
+from bev_lightning.data.index import Index
+from bev_lightning.data.presence import sort_out_missing
 from bev_lightning.data.sample import (
     LIDAR,
     Sample,
@@ -24,7 +25,6 @@ from bev_lightning.data.sample import (
     global_from_sensor,
     pose_to_transform,
 )
-from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, Boxes3D, Inputs
 from bev_lightning.structures.geometry import wrap_angle
 
@@ -167,7 +167,7 @@ class FrameSource:
             sensor = inputs.lidar or inputs.radar
             target_range = None if sensor is None else sensor.range
         self.target_range = target_range
-        self.tokens, self.dropped = _sort_out_missing(index, tokens, inputs, on_missing)
+        self.tokens, self.dropped = sort_out_missing(index, tokens, inputs, on_missing)
         self._kept = frozenset(self.tokens)
 
     def __len__(self) -> int:
@@ -340,49 +340,6 @@ class FrameSource:
             inside = ((result.centre[:, :2] >= low) & (result.centre[:, :2] < high)).all(dim=-1)
             result = result[inside]
         return Boxes3D.stack([result])
-
-
-def _sort_out_missing(
-    index: Index, tokens: Sequence[str], inputs: Inputs, on_missing: str
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    needs: dict[str, list[str]] = {}
-    dropped: dict[str, str] = {}
-    for token in tokens:
-        sample = index.sample(token)
-        channels: list[tuple[str, int]] = []
-        if inputs.camera is not None:
-            channels += [(channel, 0) for channel in inputs.camera.channels]
-        if inputs.lidar is not None:
-            channels.append((LIDAR, inputs.lidar.sweeps))
-        if inputs.radar is not None:
-            channels += [(channel, inputs.radar.sweeps) for channel in inputs.radar.channels]
-        needs[token] = []
-        for channel, sweeps in channels:
-            rows = sample.readings.find(channel)[: sweeps + 1]
-            if not rows or sample.readings.depth[rows[0]] != 0:
-                dropped[token] = (
-                    f"sample {token} ({sample.scene_name}) has no {channel} record in the tables "
-                    f"of "
-                    f"{index.root}, and the model reads that sensor"
-                )
-            needs[token] += [sample.readings.path[row] for row in rows]
-    missing = find_missing(index.root, [path for paths in needs.values() for path in paths])
-    for token, paths in needs.items():
-        gone = [path for path in paths if path in missing]
-        if gone:
-            dropped[token] = f"sample {token} needs {index.root / gone[0]}, which is missing"
-    if dropped and on_missing == "error":
-        raise InputError(
-            f"{next(iter(dropped.values()))} ({len(dropped)} of {len(tokens)} samples lack "
-            f"files): download "
-            f"the files, read fewer sensors or sweeps, or set data.on_missing=skip to leave such "
-            f"samples out"
-        )
-    kept = tuple(token for token in tokens if token not in dropped)
-    if not kept:
-        reason = f", for instance {next(iter(dropped.values()))}" if dropped else ""
-        raise InputError(f"no sample is left of {len(tokens)} under {index.root}{reason}")
-    return kept, dropped
 
 
 def _position(classes: tuple[str, ...], name: str) -> int:

@@ -4,18 +4,17 @@ It lies under the cache, never in the data root, and is made anew when the table
 in milliseconds and is shared by all workers and ranks through the page cache.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from bev_lightning.data.cache import lock, replace_file
 from bev_lightning.data.sample import Annotations, Readings, Sample
 from bev_lightning.errors import InputError
 
@@ -166,7 +165,7 @@ def build_index(
     if index is not None:
         return index
     cache.mkdir(parents=True, exist_ok=True)
-    with _lock(path.with_suffix(".lock")):
+    with lock(path.with_suffix(".lock")):
         index = _open_current(path, root, stamp)  # another process may have made it meanwhile
         if index is None:
             _write_index(path, root, version, stamp)
@@ -257,21 +256,9 @@ def _write_index(path: Path, root: Path, version: str, stamp: str) -> None:
             f"the tables in {root / version} hold no sample: download the metadata again"
         )
     schema = batches[0].schema.with_metadata({"bev_lightning": json.dumps(notes)})
-    # Written beside its place and renamed, so that a reader never sees half of it.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            with pa.ipc.new_file(file, schema) as writer:
-                for batch in batches:
-                    writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with replace_file(path) as file, pa.ipc.new_file(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch.replace_schema_metadata(schema.metadata))
 
 
 def _to_record_batch(samples: list[Sample]) -> pa.RecordBatch:
@@ -300,17 +287,3 @@ def _fixed(values: np.ndarray, kind: pa.DataType) -> pa.Array:
     if values.ndim == 1:
         return flat
     return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time. Where the file system cannot lock, all go ahead: the rename at
-    the end keeps the index whole, the work is only done more than once."""
-    with open(path, "w") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass
-        yield

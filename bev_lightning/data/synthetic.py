@@ -8,18 +8,16 @@ import contextlib
 import fcntl
 import json
 import logging
-import multiprocessing
 import os
 import shutil
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 from tqdm import tqdm
 
+from bev_lightning.data.processes import map_in_processes
 from bev_lightning.data.synthetic_rig import Array
 from bev_lightning.data.synthetic_tables import (
     TABLES,
@@ -28,7 +26,7 @@ from bev_lightning.data.synthetic_tables import (
     make_token,
     official_scenes,
 )
-from bev_lightning.data.synthetic_writer import SceneJob, SceneRows, make_folders, write_scene
+from bev_lightning.data.synthetic_writer import SceneJob, make_folders, write_scene
 from bev_lightning.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -191,7 +189,9 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
     roads = []
     num_frames = len(jobs) * spec.frames_per_scene
     with tqdm(total=num_frames, desc="synthetic data", unit="frame") as bar:
-        for scene in _run(jobs, num_workers or len(os.sched_getaffinity(0))):
+        for scene in map_in_processes(
+            write_scene, jobs, num_workers or len(os.sched_getaffinity(0))
+        ):
             for name, rows in scene.rows.items():
                 tables[name] += rows
             roads.append(scene.road)
@@ -209,25 +209,6 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
     (root / spec.version).mkdir()
     for name, rows in tables.items():
         (root / spec.version / f"{name}.json").write_text(json.dumps(rows))
-
-
-def _run(jobs: list[SceneJob], num_workers: int) -> Iterator[SceneRows]:
-    """The scenes in the order of the jobs, whoever made them."""
-    # Daemons may have no children; children import the main file, which a script from stdin lacks.
-    alone = (
-        multiprocessing.current_process().daemon
-        or not Path(getattr(sys.modules["__main__"], "__file__", None) or __file__).exists()
-    )
-    num_workers = 1 if alone else min(num_workers, len(jobs))
-    if num_workers == 1:
-        yield from map(write_scene, jobs)
-        return
-    # Not forked: the caller may have threads and a CUDA context.
-    pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        yield from pool.map(write_scene, jobs)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _write_mask(path: Path, roads: list[tuple[Array, Array]]) -> None:

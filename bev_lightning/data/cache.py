@@ -1,0 +1,42 @@
+"""Files that the house writes under the cache: whole or not at all, by one process at a time."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which takes its place only when the block ends well.
+
+    It is written beside its place, so that a reader never sees half of it.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time. Where the file system cannot lock, all go ahead: the rename at
+    the end keeps the file whole, the work is only done more than once."""
+    with open(path, "w") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass
+        yield
