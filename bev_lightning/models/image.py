@@ -66,6 +66,7 @@ class ResNet(nn.Module):
                 f"deformable_stages=[]"
             )
         self.out_stages = tuple(out_stages)
+        self.caffe_style = caffe_style
         self.frozen_stages = frozen_stages
         self.norm_eval = norm_eval
         self.gradient_checkpointing = gradient_checkpointing
