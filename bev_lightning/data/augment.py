@@ -16,6 +16,10 @@ class Augment:
         image_crop_bottom: share of the scaled height cut off at the bottom before the crop.
         image_flip: probability of mirroring an image left to right.
         image_rotate_deg: counter-clockwise as seen [degrees].
+        grid_mask: probability of hiding a grid of squares in a sample's images
+            (:mod:`bev_lightning.data.grid_mask`); 0.7 in the published BEVFormer.
+        grid_mask_ratio: width of the stripes that stay visible between the squares, as a share of
+            the grid's period.
         bev_rotate_deg: of the scene about z, counter-clockwise [degrees].
         bev_scale: of the scene; velocities and box sizes scale with it.
         bev_flip_x, bev_flip_y: probability of negating x, y.
@@ -26,6 +30,8 @@ class Augment:
     image_crop_bottom: tuple[float, float] = (0.0, 0.0)
     image_flip: float = 0.5
     image_rotate_deg: tuple[float, float] = (-5.4, 5.4)
+    grid_mask: float = 0.0
+    grid_mask_ratio: float = 0.5
     bev_rotate_deg: tuple[float, float] = (-45.0, 45.0)
     bev_scale: tuple[float, float] = (0.9, 1.1)
     bev_flip_x: float = 0.5
@@ -48,6 +54,11 @@ class Augment:
             object.__setattr__(self, name, (low, high))
         if self.image_scale[0] <= 0 or self.bev_scale[0] <= 0:
             raise ValueError("Augment.image_scale and bev_scale must be positive")
+        if not (0 <= self.grid_mask <= 1 and 0 < self.grid_mask_ratio < 1):
+            raise ValueError(
+                f"Augment.grid_mask={self.grid_mask} must be a probability and grid_mask_ratio="
+                f"{self.grid_mask_ratio} lie between 0 and 1"
+            )
         object.__setattr__(
             self, "bev_translate_std_m", tuple(float(v) for v in self.bev_translate_std_m)
         )

@@ -6,6 +6,7 @@ decided here once, so that every loader agrees on it.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from bev_lightning.data.augment import Augment, draw_bev, draw_image, fit_image
+from bev_lightning.data.grid_mask import GridMask, draw_mask
 from bev_lightning.data.index import Index
+from bev_lightning.data.paste import Pasted, Paster, join_boxes
 from bev_lightning.data.presence import sort_out_missing
 from bev_lightning.data.sample import (
     LIDAR,
@@ -93,6 +96,9 @@ class Frame:
         batch: of size 1 with all but ``cameras``, ``points``, ``radar`` and ``history`` filled.
         history: the previous key frames of the scene, oldest first, without targets, under the same
             augmentation.
+        pasted: objects of other scenes whose points join the lidar's; their boxes are targets
+            already.
+        mask: what hides parts of the images, or None.
     """
 
     sample_token: str
@@ -102,6 +108,8 @@ class Frame:
     image_from_lidar: Tensor | None
     batch: Batch
     history: tuple["Frame", ...] = ()
+    pasted: Pasted | None = None
+    mask: GridMask | None = None
 
 
 class FrameSource:
@@ -135,6 +143,7 @@ class FrameSource:
         with_targets: bool = True,
         min_points: int = 1,
         target_range: tuple[float, float, float, float, float, float] | None = None,
+        paster: Paster | None = None,
     ) -> None:
         """Look whether every file that the inputs need is there.
 
@@ -151,6 +160,7 @@ class FrameSource:
                 target; the nuScenes metric leaves out boxes without points too.
             target_range: a target's centre must lie in its x and y limits after augmentation; by
                 default the lidar's, else the radar's, else no limit. z is not limited.
+            paster: adds objects of other scenes; None for none.
 
         Raises:
             InputError: a file is missing and on_missing is "error", or no sample is left.
@@ -163,6 +173,7 @@ class FrameSource:
         self.on_missing = on_missing
         self.with_targets = with_targets
         self.min_points = min_points
+        self.paster = paster
         if target_range is None:
             sensor = inputs.lidar or inputs.radar
             target_range = None if sensor is None else sensor.range
@@ -172,6 +183,13 @@ class FrameSource:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def with_tokens(self, tokens: Sequence[str]) -> "FrameSource":
+        """The same samples in another order, some of them left out or repeated. A repeated sample
+        is augmented anew at each of its positions."""
+        changed = copy(self)
+        changed.tokens = tuple(tokens)
+        return changed
 
     def frame(self, epoch: int, position: int) -> Frame:
         """The frame at a position in an epoch."""
@@ -188,6 +206,11 @@ class FrameSource:
         ):  # no queue, but the change of pose counts
             before = self.index.sample(sample.previous)
         current = self._build(sample, before, augmented_from_lidar, maps, self.with_targets)
+        if self.paster is not None:
+            present = self._annotated(sample, augmented_from_lidar @ _lidar_from_global(sample))
+            pasted = self.paster.draw(epoch, position, present, augmented_from_lidar)
+            if pasted is not None:
+                current = replace(current, pasted=pasted, batch=self._with_boxes(current, pasted))
         past = [
             self._build(member, previous, augmented_from_lidar, maps, with_targets=False)
             for previous, member in zip([None, *chain[:-1]], chain[:-1], strict=False)
@@ -195,7 +218,10 @@ class FrameSource:
         if not past:
             past = [replace(current, batch=replace(current.batch, targets=None))]
         past = [past[0]] * (self.inputs.history - len(past)) + past
-        return replace(current, history=tuple(past[: self.inputs.history]))
+        mask = None
+        if self.augment is not None and self.inputs.camera is not None:
+            mask = draw_mask(self.augment, self.inputs.camera.size, [self.seed, epoch, position])
+        return replace(current, history=tuple(past[: self.inputs.history]), mask=mask)
 
     def _draw_images(self, sample: Sample, rng: np.random.Generator) -> list[np.ndarray]:
         """``network_from_original`` of each camera; a temporal queue shares them."""
@@ -219,9 +245,8 @@ class FrameSource:
         maps: list[np.ndarray],
         with_targets: bool,
     ) -> Frame:
-        global_from_lidar = global_from_lidar_of(sample)
         # Everything below is seen from the augmented model frame.
-        lidar_from_global = augmented_from_lidar @ np.linalg.inv(global_from_lidar)
+        lidar_from_global = augmented_from_lidar @ _lidar_from_global(sample)
         images, image_from_lidar = self._images(sample, lidar_from_global, maps)
         lidar_from_previous = np.eye(4)
         if previous is not None:
@@ -313,33 +338,47 @@ class FrameSource:
 
     def _targets(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
         """``(1, M)`` boxes in the augmented model frame, those that are left after the filters."""
+        boxes = self._annotated(sample, lidar_from_global)
+        return Boxes3D.stack([self._in_range(boxes[boxes.label >= 0])])
+
+    def _with_boxes(self, frame: Frame, pasted: Pasted) -> Batch:
+        targets = frame.batch.targets
+        if targets is None:
+            return frame.batch
+        boxes = join_boxes(targets[0], self._in_range(pasted.boxes))
+        return replace(frame.batch, targets=Boxes3D.stack([boxes]))
+
+    def _in_range(self, boxes: Boxes3D) -> Boxes3D:
+        if self.target_range is None:
+            return boxes
+        low, high = boxes.centre.new_tensor(self.target_range).view(2, 3)[:, :2]
+        return boxes[((boxes.centre[:, :2] >= low) & (boxes.centre[:, :2] < high)).all(dim=-1)]
+
+    def _annotated(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
+        """``(M,)`` all boxes; those of no class or with too few points have the label -1."""
         boxes = sample.annotations
         label = np.array(
             [_position(self.classes, name) for name in boxes.detection], dtype=np.int64
         )
-        keep = (label >= 0) & (boxes.num_lidar_pts + boxes.num_radar_pts >= self.min_points)
-        label = label[keep]
+        label[boxes.num_lidar_pts + boxes.num_radar_pts < self.min_points] = -1
         linear = lidar_from_global[:3, :3]
         scale = abs(np.linalg.det(linear)) ** (1 / 3)
-        heading = (
-            pose_to_transform(np.pad(boxes.rotation[keep], ((0, 0), (3, 0))))[:, :3, 0] @ linear.T
-        )
+        heading = pose_to_transform(np.pad(boxes.rotation, ((0, 0), (3, 0))))[:, :3, 0] @ linear.T
         # As in the published code the vertical velocity is dropped BEFORE the rotation.
-        velocity = boxes.velocity[keep] * (1, 1, 0) @ linear.T
-        centre = boxes.centre[keep] @ linear.T + lidar_from_global[:3, 3]
-        result = Boxes3D(
+        velocity = boxes.velocity * (1, 1, 0) @ linear.T
+        centre = boxes.centre @ linear.T + lidar_from_global[:3, 3]
+        return Boxes3D(
             centre=torch.from_numpy(centre).float(),
-            size=torch.from_numpy(boxes.size[keep] * scale).float(),
+            size=torch.from_numpy(boxes.size * scale).float(),
             yaw=wrap_angle(torch.from_numpy(np.arctan2(heading[:, 1], heading[:, 0]))).float(),
             velocity=torch.from_numpy(velocity[:, :2].copy()).float(),
             label=torch.from_numpy(label),
             valid=torch.ones(len(label), dtype=torch.bool),
         )
-        if self.target_range is not None:
-            low, high = result.centre.new_tensor(self.target_range).view(2, 3)[:, :2]
-            inside = ((result.centre[:, :2] >= low) & (result.centre[:, :2] < high)).all(dim=-1)
-            result = result[inside]
-        return Boxes3D.stack([result])
+
+
+def _lidar_from_global(sample: Sample) -> np.ndarray:
+    return np.linalg.inv(global_from_lidar_of(sample))
 
 
 def _position(classes: tuple[str, ...], name: str) -> int:

@@ -111,6 +111,12 @@ def read_points(sources: tuple[LidarSource, ...], lidar: LidarInput) -> np.ndarr
     return np.concatenate(parts) if parts else np.zeros((0, 5), np.float32)
 
 
+def read_cloud(frame: Frame, lidar: LidarInput) -> np.ndarray:
+    """:func:`read_points` of a frame, with what was pasted into it."""
+    points = read_points(frame.lidar, lidar)
+    return points if frame.pasted is None else frame.pasted.add_points(points, lidar)
+
+
 def read_radar(sources: tuple[RadarSource, ...], radar: RadarInput) -> np.ndarray:
     """Returns of all radars in the model frame, within range, key frames first.
 
@@ -156,9 +162,11 @@ def assemble(frame: Frame, inputs: Inputs) -> Batch:
             images = normalise_images(
                 np.stack([read_image(s) for s in frame.images]), inputs.camera
             )
+            if frame.mask is not None:
+                frame.mask.hide(images)
             batch = replace(batch, cameras=Cameras(images[None], frame.image_from_lidar))
         if inputs.lidar is not None:
-            points = read_points(frame.lidar, inputs.lidar)
+            points = read_cloud(frame, inputs.lidar)
             batch = replace(
                 batch, points=Points(torch.from_numpy(points)[None], torch.tensor([len(points)]))
             )

@@ -1,0 +1,151 @@
+"""Makes the database of objects: cuts the annotated boxes out of the training samples' points."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import torch
+
+from bev_lightning.data.cache import lock, replace_file
+from bev_lightning.data.frame import FrameSource
+from bev_lightning.data.index import Index
+from bev_lightning.data.objects import SCHEMA, SCHEMA_VERSION, ObjectDatabase
+from bev_lightning.data.paste import points_inside
+from bev_lightning.data.processes import map_in_processes
+from bev_lightning.data.reader import read_points
+from bev_lightning.data.sample import DETECTION_CLASSES
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Inputs, LidarInput
+
+_SAMPLES_PER_JOB = 16
+# Farther than any lidar sees: a model's range cuts what is pasted, not what is kept.
+_EVERYWHERE = (-1000.0, -1000.0, -100.0, 1000.0, 1000.0, 100.0)
+
+
+def build_objects(
+    index: Index,
+    split: str,
+    lidar: LidarInput,
+    on_missing: Literal["error", "skip"] = "error",
+    num_workers: int = 0,
+) -> ObjectDatabase:
+    """Open the database of a split, making it first where it is absent or out of date.
+
+    It lies beside the index and is keyed like it; each number of sweeps has its own. Several
+    processes may call this at once: one makes it, the others wait.
+
+    Args:
+        index: of the data root.
+        split: the training split. Objects of samples that are evaluated must not be in it.
+        lidar: sweeps and least distance of the model's points.
+        on_missing: refuse samples whose files are missing or cannot be read, or leave them out.
+        num_workers: processes that read.
+
+    Raises:
+        InputError: a file is missing or broken and on_missing is "error", or the file of that name
+            was made for another number of sweeps.
+    """
+    path = objects_path(index, split, lidar)
+    tokens = index.split(split)
+    stamp = _stamp(index, tokens, lidar)
+    database = _open_current(path, stamp, lidar)
+    if database is not None:
+        return database
+    with lock(path.with_suffix(".lock")):
+        database = _open_current(path, stamp, lidar)  # another process may have made it meanwhile
+        if database is None:
+            _write(path, stamp, index, tokens, lidar, on_missing, num_workers)
+            database = ObjectDatabase(path)
+    return database
+
+
+def objects_path(index: Index, split: str, lidar: LidarInput) -> Path:
+    """Where the database of a split lies."""
+    return index.path.with_name(f"{index.path.stem}-objects-{split}-{lidar.sweeps}sweeps.arrow")
+
+
+def _stamp(index: Index, tokens: Sequence[str], lidar: LidarInput) -> str:
+    parts = [index.stamp, str(lidar.sweeps), str(lidar.min_distance), *tokens]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _open_current(path: Path, stamp: str, lidar: LidarInput) -> ObjectDatabase | None:
+    try:
+        database = ObjectDatabase(path)
+    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError, InputError):
+        return None  # absent, no database, or of another schema: it is made anew
+    database.check(lidar)
+    return database if database.stamp == stamp else None
+
+
+def _write(
+    path: Path,
+    stamp: str,
+    index: Index,
+    tokens: Sequence[str],
+    lidar: LidarInput,
+    on_missing: Literal["error", "skip"],
+    num_workers: int,
+) -> None:
+    source = FrameSource(
+        index,
+        tokens,
+        Inputs(lidar=LidarInput(_EVERYWHERE, lidar.sweeps, 1 << 40, lidar.min_distance)),
+        DETECTION_CLASSES,
+        on_missing=on_missing,
+    )
+    starts = range(0, len(source), _SAMPLES_PER_JOB)
+    jobs = [source.with_tokens(source.tokens[i : i + _SAMPLES_PER_JOB]) for i in starts]
+    notes = {
+        "schema": SCHEMA_VERSION,
+        "stamp": stamp,
+        "sweeps": lidar.sweeps,
+        "min_distance": lidar.min_distance,
+    }
+    schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
+    skipped = dict(source.dropped)
+    with replace_file(path) as file, pa.ipc.new_file(file, schema) as writer:
+        for batch, broken in map_in_processes(_cut, jobs, num_workers):
+            writer.write_batch(batch)
+            skipped.update(broken)
+    if skipped:
+        warnings.warn(
+            f"{len(skipped)} samples gave no objects to paste because their files are missing or "
+            f"cannot be read (data.on_missing=skip), first: {next(iter(skipped.values()))}",
+            stacklevel=2,
+        )
+
+
+def _cut(source: FrameSource) -> tuple[pa.RecordBatch, dict[str, str]]:
+    """The objects of some samples, and the sentence for each sample that cannot be read."""
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    skipped: dict[str, str] = {}
+    lidar = source.inputs.lidar
+    assert lidar is not None
+    for position, token in enumerate(source.tokens):
+        frame = source.frame(0, position)
+        try:
+            points = read_points(frame.lidar, lidar)
+        except InputError as error:
+            if source.on_missing == "error":
+                raise InputError(f"sample {token}: {error}") from None
+            skipped[token] = str(error)
+            continue
+        assert frame.batch.targets is not None
+        boxes = frame.batch.targets[0]
+        rows = torch.cat([boxes.centre, boxes.size, boxes.yaw[:, None], boxes.velocity], dim=1)
+        for box in range(boxes.num):
+            inside = points_inside(points, boxes, box)
+            if not len(inside):
+                continue
+            columns["sample"].append(token)
+            columns["label"].append(int(boxes.label[box]))
+            columns["box"].append(rows[box].numpy())
+            columns["num_points"].append(len(inside))
+            columns["points"].append(points[inside].reshape(-1))
+    batch = pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
+    return batch, skipped
