@@ -17,11 +17,12 @@ class LidarPillarBranch(nn.Module):
     Args:
         grid: BEV grid of the result.
         out_channels: channels of the BEV map.
+        norm_momentum: see :class:`PillarEncoder`.
     """
 
-    def __init__(self, grid: BevGrid, out_channels: int) -> None:
+    def __init__(self, grid: BevGrid, out_channels: int, norm_momentum: float = 0.01) -> None:
         super().__init__()
-        self.pillars = PillarEncoder(grid, num_features=2, out_channels=out_channels)
+        self.pillars = PillarEncoder(grid, 2, out_channels, norm_momentum)
         self.out_channels = out_channels
 
     def forward(self, points: Points) -> Tensor:

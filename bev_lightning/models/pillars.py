@@ -45,15 +45,18 @@ class PillarEncoder(nn.Module):
         grid: BEV grid of the result; points outside its range are dropped.
         num_features: features of a point besides x, y, z, of the order of one.
         out_channels: channels of the BEV map.
+        norm_momentum: of the batch norm; the published value suits trainings of 10,000 steps.
     """
 
-    def __init__(self, grid: BevGrid, num_features: int, out_channels: int) -> None:
+    def __init__(
+        self, grid: BevGrid, num_features: int, out_channels: int, norm_momentum: float = 0.01
+    ) -> None:
         super().__init__()
         self.grid = grid
         self.num_features = num_features
         self.out_channels = out_channels
         self.linear = nn.Linear(3 + 2 + 3 + num_features, out_channels, bias=False)
-        self.norm = RowNorm(out_channels, eps=1e-3, momentum=0.01)
+        self.norm = RowNorm(out_channels, eps=1e-3, momentum=norm_momentum)
 
     def forward(self, xyz: Tensor, features: Tensor, count: Tensor) -> Tensor:
         """Pool points into pillars.

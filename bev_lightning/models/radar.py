@@ -15,12 +15,15 @@ class RadarBranch(nn.Module):
         grid: BEV grid of the result.
         out_channels: channels of the BEV map.
         num_sensors: number of radars.
+        norm_momentum: see :class:`PillarEncoder`.
     """
 
-    def __init__(self, grid: BevGrid, out_channels: int, num_sensors: int = 5) -> None:
+    def __init__(
+        self, grid: BevGrid, out_channels: int, num_sensors: int = 5, norm_momentum: float = 0.01
+    ) -> None:
         super().__init__()
         self.num_sensors = num_sensors
-        self.pillars = PillarEncoder(grid, num_features=4 + num_sensors, out_channels=out_channels)
+        self.pillars = PillarEncoder(grid, 4 + num_sensors, out_channels, norm_momentum)
         self.out_channels = out_channels
 
     def forward(self, radar: Radar) -> Tensor:
