@@ -1,6 +1,7 @@
 """Builds the parts of a run from a resolved configuration."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,8 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
 
 
 def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
-    """Fill the module with the weights of a checkpoint of the same model.
+    """Fill the module with the weights of a checkpoint, or of a file that ``convert`` wrote, of the
+    same model.
 
     Raises:
         InputError: the file is no checkpoint, or its weights are of another model; names what differs.
@@ -109,24 +111,105 @@ def load_matching_weights(
 
 
 def read_state(checkpoint: str | Path) -> dict[str, Any]:
-    """The state dict of a checkpoint file, on the CPU. Executes nothing that the file holds."""
+    """The state dict of a file of weights, on the CPU. Executes nothing that the file holds.
+
+    Args:
+        checkpoint: a checkpoint of a run, a published one (a state dict, or one under
+            ``state_dict`` or ``model``), or a .safetensors file.
+
+    Raises:
+        InputError: there is no such file, it holds no weights, or it holds code.
+    """
     import pickle
 
     import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
+        if Path(checkpoint).suffix == ".safetensors":
+            return load_file(checkpoint)
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        state: dict[str, Any] = content["state_dict"]
+        for key in ("state_dict", "model"):
+            if isinstance(content.get(key), Mapping):
+                content = content[key]
+        state = {name: value for name, value in content.items() if torch.is_tensor(value)}
     except FileNotFoundError:
         raise InputError(
             f"there is no checkpoint {checkpoint}; give the path of a .ckpt file"
         ) from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+    except (
+        pickle.UnpicklingError,
+        SafetensorError,
+        RuntimeError,
+        EOFError,
+        AttributeError,
+        KeyError,
+        TypeError,
+    ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "Unsupported" in str(error):
+            raise InputError(_explain_code(checkpoint, str(error))) from None
         raise InputError(
             f"{checkpoint} is no checkpoint of bev_lightning ({reason}); give a .ckpt file of a run"
         ) from None
+    if not state:
+        raise InputError(f"{checkpoint} holds no weights; give a .ckpt file of a run")
     return state
+
+
+def read_trained_inputs(checkpoint: str | Path) -> dict[str, Any]:
+    """``model.inputs`` that the weights of a file were trained with; empty where it does not say."""
+    import torch
+    from safetensors import safe_open
+
+    if Path(checkpoint).suffix == ".safetensors":
+        with safe_open(checkpoint, "pt") as file:
+            told: str | None = (file.metadata() or {}).get("inputs")
+        return json.loads(told) if told else {}
+    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    config = content.get("bev_lightning", {}).get("config", {})
+    inputs: dict[str, Any] = config.get("model", {}).get("inputs", {})
+    return inputs
+
+
+def warn_of_other_sweeps(module: "DetectionModule", checkpoint: str | Path) -> None:
+    """Say loudly where the module reads another number of sweeps than its weights were trained
+    with."""
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+    trained = read_trained_inputs(checkpoint)
+    for name in ("lidar", "radar"):
+        sensor, told = getattr(module.inputs, name), trained.get(name) or {}
+        if sensor is not None and told.get("sweeps", sensor.sweeps) != sensor.sweeps:
+            rank_zero_warn(
+                f"the weights of {checkpoint} were trained with model.inputs.{name}.sweeps="
+                f"{told['sweeps']} but read {sensor.sweeps} here: scores will be lower; leave the "
+                "key out to read what they were trained with"
+            )
+
+
+def load_backbones(module: "DetectionModule") -> None:
+    """Fill the image backbones that ask for it (``pretrained=``) with published weights."""
+    from bev_lightning.models.pretrained import load_backbone
+
+    for name, part in module.named_modules():
+        source = getattr(part, "pretrained", None)
+        if source is not None:
+            fresh = load_backbone(part, source)
+            left = f"; left fresh: {', '.join(fresh)}" if fresh else ""
+            print(f"{name}: weights of {source}{left}")
+
+
+def _explain_code(checkpoint: str | Path, reason: str) -> str:
+    found = re.search(r"GLOBAL ([\w.]+)", reason)
+    what = f" of the class {found[1]}" if found else ""
+    return (
+        f"{checkpoint} holds objects{what}, which only the code that made it can read, and reading "
+        "them may execute anything; where you trust the file and have that code, run python -c "
+        "\"import torch; c = torch.load('FILE', map_location='cpu', weights_only=False); "
+        "torch.save({'state_dict': c['state_dict']}, 'weights.pth')\" and give weights.pth"
+    )
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

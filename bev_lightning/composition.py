@@ -1,6 +1,7 @@
 """From words on a command line to composed configurations, and from Hydra's errors to sentences."""
 
 import difflib
+import json
 import pickle
 import re
 import zipfile
@@ -28,7 +29,7 @@ _BARE_NUMBER = re.compile(r"(?<![\w.'\"-])\d+(?![\w.'\"-])")
 # machine and to the training.
 _TRAINING_ONLY = re.compile(
     r"(trainer|hardware|precision|accumulation|strategy|loader|callbacks|logger|debug|sweep|paths|hydra"
-    r"|local|ckpt|init_from|resume)([./@]|$)"
+    r"|local|ckpt|init_from|resume|source|to|names|strict)([./@]|$)"
 )
 
 
@@ -62,14 +63,15 @@ def quote_choices(argv: Sequence[str]) -> list[str]:
 
 
 def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = None) -> Job:
-    """Compose one run; a ``ckpt`` brings the words its model was trained with, below ``overrides``.
+    """Compose one run; a ``ckpt``, or the ``source`` of a conversion, brings the words its model was
+    trained with, below ``overrides``.
 
     Raises:
         InputError: one sentence for whatever Hydra refuses.
     """
     words = quote_choices(overrides)
     cfg = _compose(verb, words, extra_dir)
-    ckpt = OmegaConf.select(cfg, "ckpt")
+    ckpt = OmegaConf.select(cfg, "ckpt") or OmegaConf.select(cfg, "source")
     if ckpt and Path(str(ckpt)).is_file():
         words = merge_overrides(read_overrides(Path(str(ckpt))), words)
         cfg = _compose(verb, words, extra_dir)
@@ -134,6 +136,11 @@ def read_overrides(checkpoint: Path) -> list[str]:
     Reads the pickled structure alone, builds no object of any class and loads no tensor.
     """
     try:
+        if checkpoint.suffix == ".safetensors":
+            with open(checkpoint, "rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, checkpoint.stat().st_size)))
+            return [str(word) for word in json.loads(header["__metadata__"]["overrides"])]
         with zipfile.ZipFile(checkpoint) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             with archive.open(name) as stream:
@@ -146,6 +153,7 @@ def read_overrides(checkpoint: Path) -> list[str]:
         KeyError,
         TypeError,
         EOFError,
+        ValueError,
     ):
         return []
 

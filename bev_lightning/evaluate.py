@@ -18,6 +18,7 @@ def main(cfg: DictConfig) -> float | None:
         build_module,
         build_trainer,
         load_weights,
+        warn_of_other_sweeps,
         write_json,
     )
     from bev_lightning.objectives.submission import read_submission, write_submission
@@ -31,6 +32,7 @@ def main(cfg: DictConfig) -> float | None:
         scores = module.evaluator.evaluate(read_submission(Path(cfg.results)), data.predict_tokens)
     else:
         load_weights(module, cfg.ckpt)
+        warn_of_other_sweeps(module, cfg.ckpt)
         trainer = build_trainer(cfg)
         trainer.validate(module, datamodule=data, verbose=False)
         if not trainer.is_global_zero or module.scores is None:

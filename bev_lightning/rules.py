@@ -28,6 +28,7 @@ _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("data.batch_size", int, 1),
     ("data.val_batch_size", int, 1),
     ("data.num_workers", int, 0),
+    ("data.min_points", int, 0),
     ("loader.num_workers", int, 0),
     ("loader.prefetch", int, 1),
 )
@@ -67,7 +68,7 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
         InputError: one sentence that names the key, what is there and the mend.
     """
     _check_cards(cfg, machine)
-    for key in ("ckpt", "init_from", "resume", "results"):
+    for key in ("ckpt", "init_from", "resume", "results", "source"):
         path = _get(cfg, key)
         if path is not None and not Path(str(path)).is_file():
             raise InputError(f"{key}={path} does not exist; give a file such as {_EXAMPLE}")
@@ -248,6 +249,7 @@ def _check_data(cfg: DictConfig) -> None:
     if not classes or unknown or len(set(classes)) < len(classes):
         wrong = f"holds {', '.join(unknown)}" if unknown else "is empty or names a class twice"
         raise InputError(f"data.classes {wrong}; name each once, out of {', '.join(_CLASSES)}")
+    _check_paste(cfg)
     root, cache = _get(cfg, "data.root"), _get(cfg, "data.cache_dir")
     if root is None:
         raise InputError(
@@ -257,6 +259,23 @@ def _check_data(cfg: DictConfig) -> None:
         raise InputError(
             f"paths.cache={cache} lies inside data.root={root}, which is only read; set "
             "paths.cache to a folder outside of it"
+        )
+
+
+def _check_paste(cfg: DictConfig) -> None:
+    paste = _get(cfg, "data.paste")
+    if paste is None:
+        return
+    if not isinstance(paste, DictConfig):
+        raise InputError(
+            f"data.paste={paste} names a choice; use data/paste={paste}, or data.paste=null"
+        )
+    others = [name for name in ("camera", "radar") if _get(cfg, f"model.inputs.{name}") is not None]
+    if others:
+        raise InputError(
+            f"data/paste puts objects into the lidar's points alone and this model reads "
+            f"{' and '.join(others)} too, where they would be missing; use data/paste with a model "
+            "that reads only the lidar, or set data.paste=null"
         )
 
 
@@ -277,11 +296,29 @@ def _check_checkpoints(cfg: DictConfig) -> None:
                 raise InputError(
                     f"{key}={_get(cfg, key)} is for training; {verb} reads ckpt=FILE alone"
                 )
+    elif verb == "convert":
+        _check_conversion(cfg)
     elif _get(cfg, "init_from") is not None and _get(cfg, "resume") is not None:
         raise InputError(
             "init_from and resume are both set; use resume=FILE to go on with a run, or "
             "init_from=FILE to start a new one from its weights"
         )
+
+
+def _check_conversion(cfg: DictConfig) -> None:
+    if _get(cfg, "source") is None:
+        raise InputError(
+            "convert needs a file of weights; give source=FILE and the model= it belongs to"
+        )
+    choices: dict[str, tuple[object, ...]] = {
+        "to": ("ours", "official"),
+        "names": ("auto", "mit", "mmdetection3d", "bevformer"),
+        "strict": (True, False),
+    }
+    for key, known in choices.items():
+        if _get(cfg, key) not in known:
+            possible = " or ".join(str(one).lower() for one in known)
+            raise InputError(f"{key}={_get(cfg, key)} is unknown; use {key}={possible}")
 
 
 def _check_cards(cfg: DictConfig, machine: Machine) -> None:

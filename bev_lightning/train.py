@@ -17,6 +17,7 @@ def main(cfg: DictConfig) -> float | None:
         build_data,
         build_module,
         build_trainer,
+        load_backbones,
         load_matching_weights,
         write_json,
     )
@@ -24,6 +25,8 @@ def main(cfg: DictConfig) -> float | None:
 
     began = time.perf_counter()
     data, module, trainer = build_data(cfg), build_module(cfg), build_trainer(cfg)
+    if cfg.resume is None:
+        load_backbones(module)
     if cfg.init_from is not None:
         _report(load_matching_weights(module, cfg.init_from), cfg.init_from)
     trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)

@@ -42,6 +42,8 @@ class ResNet(nn.Module):
         norm_eval: batch norms always use their stored statistics, in training too.
         norm_frozen: the affine parameters of all batch norms are not trained.
         gradient_checkpointing: recompute each block in the backward pass instead of storing it.
+        pretrained: weights that a training starts from, see
+            :func:`bev_lightning.models.pretrained.load_backbone`; loaded by the train verb.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class ResNet(nn.Module):
         norm_eval: bool = False,
         norm_frozen: bool = False,
         gradient_checkpointing: bool = False,
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
+        self.pretrained = pretrained
         if depth not in _RESNETS:
             raise InputError(f"ResNet depth {depth} is unknown; take one of {sorted(_RESNETS)}")
         block, num_blocks = _RESNETS[depth]

@@ -81,6 +81,54 @@ class Translation:
     unknown: list[str]
 
 
+@dataclass(frozen=True)
+class Fit:
+    """How a translated state dict fits the one that is wanted.
+
+    Attributes:
+        state: what fits, by its new name.
+        missing, unexpected, reshaped: what does not; ``old name -> new name`` where there are two.
+    """
+
+    state: dict[str, Tensor]
+    missing: list[str]
+    unexpected: list[str]
+    reshaped: list[str]
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.missing or self.unexpected or self.reshaped)
+
+
+def fit(translation: Translation, wanted: Mapping[str, Tensor], names: Mapping[str, str]) -> Fit:
+    """Sort a translated state dict by what is wanted.
+
+    Args:
+        wanted: values of the right shape, by their new name.
+        names: the old name of each of them that has one.
+    """
+    state, reshaped = {}, []
+    for name, value in translation.state.items():
+        if name in wanted and wanted[name].shape == value.shape:
+            state[name] = value
+        elif name in wanted:
+            shapes = f"{tuple(value.shape)} for {tuple(wanted[name].shape)}"
+            reshaped.append(f"{_both(translation.sources.get(name), name)} {shapes}")
+    return Fit(
+        state,
+        [_both(names.get(name), name) for name in wanted if name not in translation.state],
+        [
+            *translation.unknown,
+            *(translation.sources[name] for name in translation.state if name not in wanted),
+        ],
+        reshaped,
+    )
+
+
+def _both(old: str | None, new: str) -> str:
+    return new if old is None or old == new else f"{old} -> {new}"
+
+
 def translate_to_ours(state: Mapping[str, Tensor], parts: Sequence[Part]) -> Translation:
     """Official names and layouts to ours. What has no counterpart is left out; where several parts
     fit a name, the one with the longest prefix is meant."""

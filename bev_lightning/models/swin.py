@@ -27,6 +27,8 @@ class Swin(nn.Module):
             from 0 at the first.
         out_stages: stages to return, counted from 0; stage k has the stride ``4 * 2**k``.
         gradient_checkpointing: recompute each block in the backward pass instead of storing it.
+        pretrained: weights that a training starts from, see
+            :func:`bev_lightning.models.pretrained.load_backbone`; loaded by the train verb.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class Swin(nn.Module):
         drop_path: float = 0.2,
         out_stages: Sequence[int] = (1, 2, 3),
         gradient_checkpointing: bool = False,
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
+        self.pretrained = pretrained
         if len(depths) != len(num_heads):
             raise InputError(
                 f"Swin has {len(depths)} depths but {len(num_heads)} num_heads; give one a stage"
