@@ -136,11 +136,23 @@ def read_overrides(checkpoint: Path) -> list[str]:
     """
     # Late, for it takes seconds: only runs that load the checkpoint anyway come here.
     import torch
+    from safetensors import SafetensorError, safe_open
 
     try:
+        if checkpoint.suffix == ".safetensors":
+            with safe_open(checkpoint, framework="pt") as file:
+                return [str(word) for word in json.loads(file.metadata()["overrides"])]
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
         return [str(word) for word in content["bev_lightning"]["overrides"]]
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError):
+    except (
+        pickle.UnpicklingError,
+        SafetensorError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):
         return []
 
 
