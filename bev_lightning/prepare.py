@@ -1,7 +1,8 @@
 """``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``: make the index of a
-data set and report what it holds.
+data set, with ``data/paste=published`` the database of objects to paste too, and report what they
+hold.
 
-Training makes the index itself where it is absent; this shows first what there is.
+Training makes both itself where they are absent; this shows first what there is.
 """
 
 from omegaconf import DictConfig
@@ -30,9 +31,15 @@ def main(cfg: DictConfig) -> None:
     report = make_report(index, data.classes)
     counted = time.perf_counter()
     print(report.to_text())
-    seconds = {"prepare": made - began, "report": counted - made}
+    result = {**report.to_json(), "seconds": {"prepare": made - began, "report": counted - made}}
+    if data.paste is not None:
+        objects = data.open_objects(index)
+        counts = objects.counts(data.classes, data.paste.min_points)
+        found = ", ".join(f"{name} {num}" for name, num in counts.items())
+        print(f"objects to paste, of {objects.sweeps} sweeps and the key frame: {found}")
+        result["objects"] = {"path": str(objects.path), "sweeps": objects.sweeps, "num": counts}
     path = Path(cfg.paths.run) / "prepare.json"
-    path.write_text(json.dumps({**report.to_json(), "seconds": seconds}, indent=2) + "\n")
+    path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

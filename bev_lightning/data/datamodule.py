@@ -9,8 +9,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from bev_lightning.data.augment import Augment
+from bev_lightning.data.balance import balance, take_census
 from bev_lightning.data.frame import FrameSource
+from bev_lightning.data.harvest import build_objects
 from bev_lightning.data.index import Index, build_index
+from bev_lightning.data.objects import ObjectDatabase
+from bev_lightning.data.paste import Paste, Paster, check_inputs
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, Schedule
 from bev_lightning.data.synthetic import SyntheticSpec, generate
@@ -49,6 +53,10 @@ class DetectionDataModule(LightningDataModule):
         cache_dir: str,
         seed: int,
         synthetic: SyntheticSpec | None = None,
+        min_points: int = 1,
+        target_range: Sequence[float] | None = None,
+        cbgs: bool = False,
+        paste: Paste | None = None,
     ) -> None:
         """Keep the settings; nothing is read before :meth:`prepare_data`.
 
@@ -68,6 +76,11 @@ class DetectionDataModule(LightningDataModule):
             cache_dir: where indexes live, outside the root.
             seed: of order and augmentation.
             synthetic: makes the data set at the root where it is absent.
+            min_points, target_range: see :class:`FrameSource`; which boxes are targets.
+            cbgs: see training samples so often that the classes are balanced
+                (:func:`bev_lightning.data.balance.balance`).
+            paste: objects of other scenes pasted into the training samples of a lidar model; None
+                for none.
         """
         super().__init__()
         if on_missing not in ("error", "skip"):
@@ -89,6 +102,13 @@ class DetectionDataModule(LightningDataModule):
                 f"data.version={version} but data.synthetic.version={synthetic.version}: set both "
                 f"alike"
             )
+        if target_range is not None and len(target_range) != 6:
+            raise InputError(
+                f"data.target_range={list(target_range)} must be 6 numbers: x, y, z minima and "
+                f"maxima [m]; or null for the lidar's range"
+            )
+        if paste is not None:
+            check_inputs(inputs)
         self.root = root
         self.version = version
         self.train_split = train_split
@@ -104,17 +124,23 @@ class DetectionDataModule(LightningDataModule):
         self.cache_dir = cache_dir
         self.seed = seed
         self.synthetic = synthetic
+        self.min_points = min_points
+        self.target_range = target_range
+        self.cbgs = cbgs
+        self.paste = paste
         self.index: Index | None = None
         self.stream: BatchStream | None = None
         self._frames: dict[str, FrameSource] = {}
         self._state: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
-        """Once per node: make the synthetic data set and the index where they are absent or out of
-        date."""
+        """Once per node: make the synthetic data set, the index and, unless a trainer only
+        evaluates, the objects to paste, where they are absent or out of date."""
         if self.synthetic is not None:
             generate(Path(self.root), self.synthetic, self.num_workers)
-        build_index(self.root, self.version, self.cache_dir, self.num_workers)
+        index = build_index(self.root, self.version, self.cache_dir, self.num_workers)
+        if self.paste is not None and (self.trainer is None or self.trainer.training):
+            self.open_objects(index)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the index and look for the files of the splits that the stage reads.
@@ -135,11 +161,16 @@ class DetectionDataModule(LightningDataModule):
                     f"poses: {', '.join(absent)}"
                 )
         if stage in (None, "fit") and "train" not in self._frames:
-            self._frames["train"] = self._source(self.train_split, self.augment)
+            self._frames["train"] = self._training_source(self.index)
         if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
             self._frames["val"] = self._source(self.val_split, None)
         if stage in (None, "predict") and "predict" not in self._frames:
             self._frames["predict"] = self._source(self.val_split, None, with_targets=False)
+
+    def open_objects(self, index: Index) -> ObjectDatabase:
+        """What pasting draws from: the objects of the training split, made where it is absent."""
+        lidar = check_inputs(self.inputs)
+        return build_objects(index, self.train_split, lidar, self.on_missing, self.num_workers)
 
     @property
     def train_tokens(self) -> tuple[str, ...]:
@@ -212,8 +243,31 @@ class DetectionDataModule(LightningDataModule):
                 stacklevel=2,
             )
 
+    def _training_source(self, index: Index) -> FrameSource:
+        """The training split with its augmentation, balanced and pasted into as asked."""
+        paster = None
+        if self.paste is not None:
+            paster = Paster(self.paste, self.open_objects(index), self.classes, self.seed)
+            if paster.absent:
+                rank_zero_warn(
+                    f"the database of objects has no {', '.join(paster.absent)} of at least "
+                    f"{self.paste.min_points} points: none is pasted"
+                )
+        source = self._source(self.train_split, self.augment, paster=paster)
+        census = take_census(index, source.tokens, self.classes, self.min_points)
+        for sentence in census.sentences():
+            rank_zero_warn(sentence)
+        if self.cbgs:
+            rows = balance(census, self.seed)
+            source = source.with_tokens([source.tokens[row] for row in rows])
+        return source
+
     def _source(
-        self, split: str, augment: Augment | None, with_targets: bool = True
+        self,
+        split: str,
+        augment: Augment | None,
+        with_targets: bool = True,
+        paster: Paster | None = None,
     ) -> FrameSource:
         assert self.index is not None
         source = FrameSource(
@@ -225,6 +279,9 @@ class DetectionDataModule(LightningDataModule):
             seed=self.seed,
             on_missing=self.on_missing,
             with_targets=with_targets,
+            min_points=self.min_points,
+            target_range=self.target_range,
+            paster=paster,
         )
         if source.dropped:
             rank_zero_warn(

@@ -142,7 +142,7 @@ class FrameSource:
         on_missing: Literal["error", "skip"] = "error",
         with_targets: bool = True,
         min_points: int = 1,
-        target_range: tuple[float, float, float, float, float, float] | None = None,
+        target_range: Sequence[float] | None = None,
         paster: Paster | None = None,
     ) -> None:
         """Look whether every file that the inputs need is there.

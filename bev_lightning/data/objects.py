@@ -87,6 +87,10 @@ class ObjectDatabase:
         wanted = self.label == DETECTION_CLASSES.index(name)
         return np.flatnonzero(wanted & (self.num_points >= min_points)).astype(np.int32)
 
+    def counts(self, classes: Sequence[str], min_points: int) -> dict[str, int]:
+        """Number of objects of each class with at least so many points."""
+        return {name: len(self.rows(name, min_points)) for name in classes}
+
     def boxes(self, rows: Sequence[int] | np.ndarray, classes: Sequence[str]) -> Boxes3D:
         """``(K,)`` boxes, each in the frame of its own sample, labelled by ``classes``."""
         values = np.zeros((len(rows), 9), np.float32)

@@ -188,3 +188,11 @@ def test_every_verb_resolves() -> None:
         plain = resolve(load(verb, ["data.root=x", "++ckpt=x"]), CPU)
         assert not autos(OmegaConf.to_container(plain))
         assert plain.verb == verb
+
+
+def test_pasting_is_for_lidar_models() -> None:
+    check(load("train", ["data/paste=published", "~model.inputs.camera"]))
+    with pytest.raises(InputError, match=r"reads camera too.*; use data/paste with"):
+        check(load("train", ["data/paste=published"]))
+    with pytest.raises(InputError, match="use data/paste=published"):
+        check(load("train", ["data.paste=published"]))

@@ -8,10 +8,11 @@ import torch
 
 from bev_lightning.data.augment import Augment
 from bev_lightning.data.datamodule import DetectionDataModule
+from bev_lightning.data.paste import Paste
 from bev_lightning.data.reader import TorchLoader
 from bev_lightning.data.synthetic import SyntheticSpec
 from bev_lightning.errors import InputError
-from bev_lightning.structures import Inputs, LidarInput
+from bev_lightning.structures import CameraInput, Inputs, LidarInput
 
 CLASSES = ("car", "pedestrian")
 RANGE = (-20.0, -20.0, -5.0, 20.0, 20.0, 5.0)
@@ -225,3 +226,37 @@ def test_synthetic_data_is_made_on_first_use(make_data, tmp_path: Path) -> None:
     data.setup("fit")
     batch = next(iter(data.train_dataloader())).validate()
     assert batch.size == 2 and len(data.train_tokens) == 2 and int(batch.points.count.min()) > 50
+
+
+def test_filters_and_balance_reach_training(make_data, tmp_path: Path) -> None:
+    data = make_data(
+        min_points=0,
+        classes=("car", "barrier"),
+        target_range=(-30, -30, -9, 30, 30, 9),
+        augment=None,
+        cbgs=True,
+    )
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert sorted(set(batch.targets.label[0].tolist())) == [0, 1]
+    assert len(data.train_tokens) == 6 and set(data.train_tokens) <= {
+        f"scene-0061_{k}" for k in range(3)
+    }
+    assert data.val_tokens == tuple(f"scene-0103_{k}" for k in range(3))
+
+
+def test_pasting_is_prepared_for_training_alone(make_data, tmp_path: Path) -> None:
+    paste = Paste({"car": 2, "bus": 1}, min_points=1)
+    data = make_data(paste=paste, classes=("car", "bus"))
+    trainer(tmp_path).predict(Noisy(), datamodule=data)
+    assert not list((tmp_path / "cache").glob("*objects*"))
+    data, module = make_data(paste=paste, classes=("car", "bus")), Noisy()
+    with pytest.warns(UserWarning, match="the database of objects has no") as caught:
+        trainer(tmp_path, max_steps=2).fit(module, datamodule=data)
+    said = [str(w.message) for w in caught if "database of objects" in str(w.message)]
+    assert len(said) == 1 and "bus" in said[0]
+    assert len(list((tmp_path / "cache").glob("*objects-mini_train-1sweeps.arrow"))) == 1
+    with pytest.raises(InputError, match="data.paste=null"):
+        make_data(paste=paste, inputs=Inputs(camera=CameraInput((32, 64), ("CAM_FRONT",))))
+    with pytest.raises(InputError, match="data.target_range"):
+        make_data(target_range=(1, 2))
