@@ -6,12 +6,10 @@ of a batch together. Where CUDA is, the decoder is the GPU's and all after it ru
 same graph runs on the CPU.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar
 
-import numpy as np
 import torch
 from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline
@@ -31,7 +29,7 @@ class DaliLoader:
 
     Order, matrices, targets, points and radar are the same to the bit. Pixels come from another
     resampler of the same kind (bicubic with antialiasing, then bilinear where an image is rotated):
-    on real images they differ by 0.1 to 0.5 of 255 in the mean and by 6 at most.
+    real images differ by 0.1 to 0.5 of 255 in the mean and by 6 at most.
 
     On CUDA a batch arrives on the current device. Images are DALI's memory in either case, no copy.
 
@@ -40,6 +38,7 @@ class DaliLoader:
         prefetch: batches that each worker may hold ready; the graph makes as many ahead.
         pin_memory: page-locked batches if the graph runs on the CPU; without CUDA it does nothing.
         device: where the graph runs; auto takes CUDA where it is.
+        start_method: of the workers (fork, spawn, forkserver); None is the platform's own.
         skipped: sentence for each sample that could not be read and was replaced, by token.
     """
 
@@ -49,6 +48,7 @@ class DaliLoader:
         prefetch: int = 2,
         pin_memory: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        start_method: str | None = None,
     ) -> None:
         if num_workers < 0 or prefetch < 1:
             raise InputError(
@@ -59,6 +59,7 @@ class DaliLoader:
         self.prefetch = prefetch
         self.pin_memory = pin_memory
         self.device = device
+        self.start_method = start_method
         self.skipped: dict[str, str] = {}
 
     def open(
@@ -73,9 +74,16 @@ class DaliLoader:
         """
         cuda = torch.cuda.is_available() if self.device == "auto" else self.device == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        source = SlotSource(frames, schedule, start, stop)
-        pipeline = build_pipeline(source, device, self.num_workers, self.prefetch)
+        # The workers start first: a process is best forked before it has the graph's threads.
+        source = SlotSource(
+            frames, schedule, start, stop, self.num_workers, self.prefetch, self.start_method
+        )
+        pipeline = None
         try:
+            num_threads = max(1, self.num_workers)
+            pipeline = build_pipeline(
+                source, frames.inputs, schedule.batch_size, device, num_threads, self.prefetch
+            )
             for micro_step in range(start, stop):
                 try:
                     # Bound to torch's stream: nothing waits here, and DALI takes the memory back
@@ -84,65 +92,71 @@ class DaliLoader:
                 except RuntimeError as error:
                     if "decoders.image" not in str(error):
                         raise
-                    _blame_image(
-                        frames,
-                        schedule,
-                        range(micro_step, min(stop, micro_step + self.prefetch + 1)),
-                    )
-                note = json.loads(np.asarray(outputs[-1][0]).tobytes())
-                if "error" in note:
-                    raise InputError(note["error"])
+                    ahead = range(micro_step, min(stop, micro_step + self.prefetch + 1))
+                    _blame_image(frames, schedule, ahead)
+                note = source.notes.popleft()
+                if note.error:
+                    raise InputError(note.error)
                 samples = []
                 for (epoch, position), skipped in zip(
-                    schedule.batch(micro_step), note["skipped"], strict=True
+                    schedule.batch(micro_step), note.skipped, strict=True
                 ):
                     self.skipped.update(skipped)
                     samples.append(frames.frame(epoch, (position + len(skipped)) % len(frames)))
-                batch = _assemble(outputs[:-1], samples, frames.inputs, device)
+                batch = _assemble(outputs, samples, frames.inputs, device)
                 del outputs
                 yield batch.pin_memory() if self.pin_memory and not cuda else batch
                 del batch
         finally:
-            # The workers end with the pipeline, and it with its last name: the traceback of an
-            # exception keeps this frame alive.
+            source.close()
+            # DALI frees memory and threads with the last name: the traceback of an exception keeps
+            # this frame alive.
             del pipeline
 
 
 def build_pipeline(
-    source: SlotSource, device: torch.device, num_workers: int, prefetch: int
+    source: SlotSource,
+    inputs: Inputs,
+    batch_size: int,
+    device: torch.device,
+    num_threads: int,
+    prefetch: int,
 ) -> Pipeline:
-    """The graph, its workers started.
+    """The graph.
 
-    Outputs are images ``(S, 3, H, W)`` if the model reads cameras, then points, radar (lists of
-    ``(P, 5)``, ``(R, 8)``) and notes, each with an entry for every slot of :class:`SlotSource`.
+    Outputs are images ``(S, 3, H, W)`` if the model reads cameras, then lists of points ``(P, 5)``
+    and of radar ``(R, 8)``, each with an entry for every slot of :class:`MicroSteps`.
+
+    Args:
+        source: gives the inputs.
+        inputs: what the model reads.
+        batch_size: samples of a batch at most.
+        device: where images are made.
+        num_threads: of the graph on the CPU.
+        prefetch: batches made ahead.
     """
-    inputs = source.frames.inputs
     cameras = 1 if inputs.camera is None else len(inputs.camera.channels)
     pipeline = Pipeline(
-        batch_size=source.schedule.batch_size * (inputs.history + 1) * cameras,
-        num_threads=max(1, num_workers),
+        batch_size=batch_size * (inputs.history + 1) * cameras,
+        num_threads=num_threads,
         device_id=device.index if device.type == "cuda" else None,
         prefetch_queue_depth=prefetch,
-        py_num_workers=max(1, num_workers),
-        py_start_method="spawn",  # forking is not possible once CUDA is initialised
     )
     byte, real = types.DALIDataType.UINT8, types.DALIDataType.FLOAT
-    kinds = [(real, 2), (real, 2), (byte, 1)]
+    kinds = [(real, 2), (real, 2)]
     if inputs.camera is not None:
         kinds = [(byte, 1), (real, 1), (real, 1), (real, 1), (real, 2), *kinds]
     with pipeline:
-        *pixels, points, radar, notes = fn.external_source(
+        *pixels, points, radar = fn.external_source(
             source,
             num_outputs=len(kinds),
             batch=True,
-            parallel=num_workers > 0,
-            prefetch_queue_depth=prefetch * num_workers or None,
             dtype=[kind for kind, _ in kinds],
             ndim=[ndim for _, ndim in kinds],
         )
         if device.type == "cuda":
             points, radar = points.gpu(), radar.gpu()
-        outputs = [points, radar, notes]
+        outputs = [points, radar]
         if inputs.camera is not None:
             outputs.insert(0, make_images(pixels, inputs.camera, device))
         pipeline.set_outputs(*outputs)
@@ -198,7 +212,7 @@ def _assemble(
     if inputs.camera is not None:
         images = torch.from_dlpack(outputs[0].as_tensor())
         images = images.view(inputs.history + 1, len(samples), cameras, *images.shape[1:])
-    *_, points, radar = outputs
+    points, radar = outputs[-2:]
 
     def fill(moment: int, frames: list[Frame]) -> Batch:
         slots = range(
@@ -206,6 +220,9 @@ def _assemble(
         )
         batch = Batch.stack([frame.batch for frame in frames])
         if images is not None:
+            for seen, frame in zip(images[moment], frames, strict=True):
+                if frame.mask is not None:
+                    frame.mask.hide(seen)
             matrices = torch.cat(
                 [f.image_from_lidar for f in frames if f.image_from_lidar is not None]
             )
@@ -225,7 +242,7 @@ def _assemble(
 
 
 def _pad(clouds: Any, slots: range, kind: type[_Cloud]) -> _Cloud:
-    """Copy the clouds of some slots into one tensor, out of memory that the workers write again."""
+    """Copy the clouds of some slots into one tensor."""
     rows = [torch.from_dlpack(clouds[slot]) for slot in slots]
     count = torch.tensor([len(row) for row in rows])
     features = rows[0].new_zeros(len(rows), int(count.max()), rows[0].shape[1])

@@ -1,22 +1,28 @@
-"""What DALI's worker processes do: read and check image files, plan their pixels, sum up sweeps.
+"""The first half of DALI's loading, in worker processes: read files, check them, plan pixels.
 
-Everything that can go wrong with a file goes wrong here, where file and sample are known, and
-travels as data: an exception would kill the pipeline, and a decoder's error names no file. Points
-are finished here too and not in the graph: a filter keeps an unforeseeable number of rows, which
-DALI has no operator for, and what it leaves is a fraction of what would be uploaded before it.
+Everything that can go wrong with a file goes wrong here, where file and sample are known: the
+error of a decoder names neither and ends the pipeline. Points are finished here too and not in the
+graph: a filter keeps an unforeseeable number of rows, which DALI has no operator for, and what it
+leaves is a fraction of what would be uploaded before it.
 
-DALI starts these processes by spawning, so this file knows nothing of DALI or CUDA.
+The workers are a DataLoader's. DALI's own (``parallel=True``) wait for ever when one of them is
+killed at the wrong moment; and they must be spawned where CUDA is in use, so they import torch
+anew, which takes seconds each time a loader opens.
 """
 
-import json
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from bev_lightning.data.frame import Frame, FrameSource, ImageSource
-from bev_lightning.data.reader import read_image, read_points, read_position, read_radar
+from bev_lightning.data.reader import read_cloud, read_image, read_position, read_radar
 from bev_lightning.data.stream import Schedule
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
@@ -64,65 +70,145 @@ class Slot:
     radar: np.ndarray
 
 
-class SlotSource:
-    """The callable that DALI asks for micro-steps.
+@dataclass(frozen=True)
+class Note:
+    """What goes with a micro-step beside its arrays.
 
-    What it gives follows from the number alone, so that any worker may be asked and a loader that
-    is opened at any micro-step goes on exactly there.
+    Attributes:
+        skipped: for each sample the sentences of those it replaces, by token.
+        error: sentence of an InputError, empty where there is none.
     """
 
-    def __init__(self, frames: FrameSource, schedule: Schedule, start: int, stop: int) -> None:
-        self.frames = frames
-        self.schedule = schedule
-        self.start = start
-        self.stop = stop
+    skipped: tuple[dict[str, str], ...] = ()
+    error: str = ""
 
-    def __call__(self, iteration: int) -> tuple[list[np.ndarray], ...]:
-        """All slots of micro-step ``start + iteration``: first those of the oldest frames of all
-        samples, last the current frames', within a sample camera by camera.
 
-        Returns:
-            the arrays of each slot: its image and the four of its plan if the model reads cameras,
-            points, radar, and a note ``(k,)`` uint8. The first slot's note is JSON: either
-            ``{"skipped": [...]}`` with the sentences of those skipped, by token, for each sample,
-            or ``{"error": sentence}``.
+@dataclass(frozen=True)
+class _Ragged:
+    """Arrays of different lengths in one tensor, which travels through shared memory as one.
+
+    Attributes:
+        values: ``(sum(counts), ...)``.
+        counts: rows of each array.
+    """
+
+    values: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def join(cls, arrays: list[np.ndarray]) -> "_Ragged":
+        return cls(torch.from_numpy(np.concatenate(arrays)), tuple(len(array) for array in arrays))
+
+    def split(self) -> list[np.ndarray]:
+        return [rows.numpy() for rows in self.values.split(self.counts)]
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A micro-step on its way from a worker: S slots."""
+
+    images: _Ragged
+    plans: tuple[np.ndarray, ...]
+    points: _Ragged
+    radar: _Ragged
+    note: Note
+
+
+class SlotSource:
+    """The callable that DALI asks for one micro-step after the other, ``start`` .. ``stop - 1``.
+
+    Attributes:
+        notes: of the micro-steps handed out, oldest first; to be taken by who uses the outputs.
+    """
+
+    def __init__(
+        self,
+        frames: FrameSource,
+        schedule: Schedule,
+        start: int,
+        stop: int,
+        num_workers: int,
+        prefetch: int,
+        start_method: str | None,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            num_workers: processes; 0 reads in this one.
+            prefetch: micro-steps that each worker may hold ready.
+            start_method: of the workers (fork, spawn, forkserver); None is the platform's own.
+        """
+        self.notes: deque[Note] = deque()
+        self._has_images = frames.inputs.camera is not None
+        parallel = num_workers > 0
+        loader = DataLoader(
+            MicroSteps(frames, schedule),
+            batch_size=None,
+            sampler=range(start, stop),
+            collate_fn=_keep,  # batch_size None still converts arrays to tensors otherwise
+            num_workers=num_workers,
+            prefetch_factor=prefetch if parallel else None,
+            multiprocessing_context=start_method if parallel else None,
+            worker_init_fn=_use_one_thread,
+            # Its own generator: the DataLoader draws a seed for its workers, which would disturb
+            # the model's random numbers.
+            generator=torch.Generator(),
+        )
+        self._parcels: Iterator[_Parcel] | None = iter(loader)
+
+    def __call__(self) -> tuple[list[np.ndarray], ...]:
+        """The arrays of each slot: its image and the four of its plan if the model reads cameras,
+        points and radar.
 
         Raises:
             StopIteration: past the last micro-step.
+            RuntimeError: a worker was killed.
         """
-        micro_step = self.start + iteration
-        if micro_step >= self.stop:
+        if self._parcels is None:
             raise StopIteration
+        try:
+            parcel = next(self._parcels)
+        except (OSError, EOFError) as error:  # the parcel's memory went with the process
+            raise RuntimeError("a worker process of the loader was killed") from error
+        self.notes.append(parcel.note)
+        clouds = parcel.points.split(), parcel.radar.split()
+        if not self._has_images:
+            return clouds
+        return (parcel.images.split(), *(list(plan) for plan in parcel.plans), *clouds)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._parcels = None
+
+
+class MicroSteps(Dataset[_Parcel]):
+    """What the workers read. A micro-step follows from its number alone, so a loader that is opened
+    at any of them goes on exactly there."""
+
+    def __init__(self, frames: FrameSource, schedule: Schedule) -> None:
+        self.frames = frames
+        self.schedule = schedule
+
+    def __getitem__(self, micro_step: int) -> _Parcel:
+        """All slots: first those of the oldest frames of all samples, last the current frames',
+        within a sample camera by camera."""
         try:
             results = [
                 read_position(self.frames, *place, self._read)
                 for place in self.schedule.batch(micro_step)
             ]
         except InputError as error:
-            return self._columns([_empty_slot()], {"error": str(error)})
-        queue = [queue for queue, _ in results]
-        slots = [slot for moment in zip(*queue, strict=True) for frame in moment for slot in frame]
-        return self._columns(slots, {"skipped": [skipped for _, skipped in results]})
+            return _pack([_empty_slot()], Note(error=str(error)))
+        queues = [queue for queue, _ in results]
+        slots = [slot for moment in zip(*queues, strict=True) for frame in moment for slot in frame]
+        return _pack(slots, Note(tuple(skipped for _, skipped in results)))
 
     def _read(self, frame: Frame) -> list[list[Slot]]:
         """Slots of the frame's history and of itself."""
-        read = {id(past): read_slots(past, self.frames.inputs) for past in (*frame.history, frame)}
-        return [read[id(past)] for past in (*frame.history, frame)]
-
-    def _columns(self, slots: list[Slot], note: dict[str, object]) -> tuple[list[np.ndarray], ...]:
-        notes = [np.frombuffer(json.dumps(note).encode(), np.uint8)]
-        notes += [np.zeros(0, np.uint8)] * (len(slots) - 1)
-        clouds = [slot.points for slot in slots], [slot.radar for slot in slots], notes
-        if self.frames.inputs.camera is None:
-            return clouds
-        return (
-            [slot.image for slot in slots],
-            [slot.plan.region_start for slot in slots],
-            [slot.plan.region_end for slot in slots],
-            [slot.plan.resized for slot in slots],
-            [slot.plan.resized_from_network for slot in slots],
-            *clouds,
-        )
+        queue = (*frame.history, frame)
+        # At a scene's start the queue repeats one frame: read it once.
+        read = {id(member): read_slots(member, self.frames.inputs) for member in queue}
+        return [read[id(member)] for member in queue]
 
 
 def read_slots(frame: Frame, inputs: Inputs) -> list[Slot]:
@@ -145,7 +231,7 @@ def read_slots(frame: Frame, inputs: Inputs) -> list[Slot]:
         slots[0] = Slot(
             first.image,
             first.plan,
-            first.points if inputs.lidar is None else read_points(frame.lidar, inputs.lidar),
+            first.points if inputs.lidar is None else read_cloud(frame, inputs.lidar),
             first.radar if inputs.radar is None else read_radar(frame.radar, inputs.radar),
         )
     except InputError as error:
@@ -235,6 +321,30 @@ def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
             return
         yield content[at + 1], at + 4, end
         at = end
+
+
+def _pack(slots: list[Slot], note: Note) -> _Parcel:
+    plans = [slot.plan for slot in slots]
+    return _Parcel(
+        _Ragged.join([slot.image for slot in slots]),
+        (
+            np.stack([plan.region_start for plan in plans]),
+            np.stack([plan.region_end for plan in plans]),
+            np.stack([plan.resized for plan in plans]),
+            np.stack([plan.resized_from_network for plan in plans]),
+        ),
+        _Ragged.join([slot.points for slot in slots]),
+        _Ragged.join([slot.radar for slot in slots]),
+        note,
+    )
+
+
+def _keep(parcel: Any) -> Any:
+    return parcel
+
+
+def _use_one_thread(worker: int) -> None:
+    torch.set_num_threads(1)
 
 
 def _empty_slot() -> Slot:

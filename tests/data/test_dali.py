@@ -1,9 +1,10 @@
 """The DALI loader against the plain one, on a tiny rig of files written here."""
 
+import contextlib
 import io
-import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,11 +265,11 @@ def test_a_killed_worker_is_an_error_and_no_hang(frames: FrameSource) -> None:
     before = children()
     batches = DaliLoader(num_workers=1, device="cpu").open(frames, Schedule(5, 1), 0, 1000)
     next(batches)
-    (worker,) = [p for p in children() - before if b"spawn_main" in command_line(p)]
-    os.kill(worker, 9)
+    (worker,) = children() - before
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="Worker"):
-        list(batches)
+    with pytest.raises(RuntimeError, match="worker"):
+        kill_and_go_on(worker, batches)
+    batches.close()
     assert time.monotonic() - began < 5
     assert workers_left(before) == set()
 
@@ -325,16 +326,16 @@ def test_cheap_check_of_jpegs(tmp_path: Path) -> None:
 
 
 def test_source_tells_the_end_and_its_order(frames: FrameSource) -> None:
-    source = SlotSource(frames, Schedule(NUM_SAMPLES, 2, shuffle=False), start=3, stop=5)
-    images, *_, points, _, notes = source(0)
-    expected = [
-        s.path.read_bytes() for position in (0, 1) for s in frames.frame(1, position).images
-    ]
+    schedule = Schedule(NUM_SAMPLES, 2, shuffle=False)
+    source = SlotSource(frames, schedule, 3, 5, num_workers=0, prefetch=1, start_method=None)
+    images, *_, points, _ = source()
+    expected = [s.path.read_bytes() for place in (0, 1) for s in frames.frame(1, place).images]
     assert [image.tobytes() for image in images] == expected
     assert [len(cloud) > 0 for cloud in points] == [True, False, True, False]
-    assert json.loads(notes[0].tobytes()) == {"skipped": [{}, {}]}
+    source()
+    assert [note.skipped for note in source.notes] == [({}, {}), ({}, {})]
     with pytest.raises(StopIteration):
-        source(2)
+        source()
 
 
 def test_wrong_numbers_are_refused() -> None:
@@ -448,6 +449,17 @@ def command_line(process: int) -> bytes:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def kill_and_go_on(process: int, batches: Iterator[Batch]) -> None:
+    os.kill(process, 9)
+    try:
+        for _ in batches:
+            pass
+    finally:
+        # torch raises from its signal handler as well, wherever this process happens to be
+        with contextlib.suppress(RuntimeError):
+            time.sleep(0.3)
 
 
 def workers_left(before: set[int]) -> set[int]:
