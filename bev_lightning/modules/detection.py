@@ -57,6 +57,15 @@ class DetectionModule(L.LightningModule):
         self.scores: Scores | None = None
         self.scored_step = -1
         self.results: Entries = {}
+        self._frozen = [] if optim is None else self._freeze(optim)
+
+    def train(self, mode: bool = True) -> "DetectionModule":
+        """Training mode, all but what ``optim`` freezes."""
+        super().train(mode)
+        if mode:
+            for part in self._frozen:
+                part.eval()
+        return self
 
     def forward(self, batch: Batch) -> Any:
         """Predictions for a batch; what every step calls."""
@@ -113,13 +122,29 @@ class DetectionModule(L.LightningModule):
         if self.optim is None:
             raise InputError("this module was built without an optimizer; give optim= to train it")
         optimizer, schedule = self.optim.build(
-            self.parameters(), int(self.trainer.estimated_stepping_batches)
+            self.named_parameters(), int(self.trainer.estimated_stepping_batches)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Plain containers only, so that the file loads with weights_only=True.
         checkpoint["bev_lightning"] = self.provenance
+
+    def _freeze(self, optim: AdamW) -> list[nn.Module]:
+        """Take the gradients off what has a learning rate of 0, here and not when the optimizer is
+        built: DDP has looked at the parameters by then. Returns the modules all of which is frozen.
+        """
+        parameters = dict(self.named_parameters())
+        multipliers = optim.find_multipliers(list(parameters))
+        frozen = {parameters[name] for name, multiplier in multipliers.items() if multiplier == 0}
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        parts = []
+        for part in self.modules():
+            own = set(part.parameters())
+            if own and own <= frozen:
+                parts.append(part.eval())
+        return parts
 
     def _losses(self, predictions: Any, batch: Batch) -> dict[str, Tensor]:
         if batch.targets is None:

@@ -1,7 +1,8 @@
 """Optimizer and learning-rate schedule as one typed value."""
 
+import fnmatch
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,9 @@ class AdamW:
             Smith and Topin 2019) or ``constant`` (after the warm-up).
         warmup: share of all steps, 0 to 1, in which the rate rises.
         start_factor, end_factor: rate at the first and at the last step, as a share of ``lr``.
+        multipliers: of the rate, by patterns (``*`` and ``?``) of parameter names as a checkpoint
+            has them; the last pattern that fits counts. 0 freezes: the parameters keep their
+            values, and modules all of whose parameters are frozen their batch-norm statistics too.
     """
 
     lr: float
@@ -32,6 +36,7 @@ class AdamW:
     warmup: float = 0.05
     start_factor: float = 0.1
     end_factor: float = 0.01
+    multipliers: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "onecycle", "constant"):
@@ -44,6 +49,11 @@ class AdamW:
             raise InputError(
                 f"optim.warmup={self.warmup} is a share of all steps; use a number from 0 to 1"
             )
+        for pattern, multiplier in (self.multipliers or {}).items():
+            if not multiplier >= 0:
+                raise InputError(
+                    f"optim.multipliers has {multiplier} for {pattern}; use 0 (frozen) or more"
+                )
 
     def factor(self, step: int, num_steps: int) -> float:
         """Learning rate of the step (0-based) as a share of ``lr``."""
@@ -58,17 +68,52 @@ class AdamW:
         fall = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
         return self.end_factor + (1 - self.end_factor) * (1 + math.cos(math.pi * fall)) / 2
 
+    def find_multipliers(self, names: Sequence[str]) -> dict[str, float]:
+        """The multiplier of each parameter's rate, by name.
+
+        Raises:
+            InputError: a pattern fits no name.
+        """
+        found = dict.fromkeys(names, 1.0)
+        for pattern, multiplier in (self.multipliers or {}).items():
+            fits = fnmatch.filter(names, pattern)
+            if not fits:
+                parts = sorted({".".join(name.split(".")[:2]) for name in names})
+                raise InputError(
+                    f"optim.multipliers has {pattern}, which fits no parameter; names begin with "
+                    f"{', '.join(parts)}, so write for example {parts[0]}.*"
+                )
+            found.update(dict.fromkeys(fits, float(multiplier)))
+        return found
+
     def build(
-        self, parameters: Iterable[nn.Parameter], num_steps: int
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], num_steps: int
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """The optimizer over the parameters that take gradients, and its schedule for ``num_steps``."""
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ]
+        """The optimizer over the parameters that take gradients, its schedule for ``num_steps``.
+
+        Raises:
+            InputError: no parameter is left to train, or a multiplier's pattern fits none.
+        """
+        parameters = dict(named_parameters)
+        multipliers = self.find_multipliers(list(parameters))
+        groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad and multipliers[name] > 0:
+                key = (multipliers[name], parameter.ndim > 1)
+                groups.setdefault(key, []).append(parameter)
+        if not groups:
+            raise InputError(
+                "every parameter is frozen; leave something to train in optim.multipliers"
+            )
         optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [
+                {
+                    "params": groups[multiplier, decays],
+                    "lr": self.lr * multiplier,
+                    "weight_decay": self.weight_decay if decays else 0.0,
+                }
+                for multiplier, decays in sorted(groups, reverse=True)
+            ],
             lr=self.lr,
             betas=(self.betas[0], self.betas[1]),
             fused=True,
