@@ -1,5 +1,7 @@
 """The configured networks: parameters, and one step at full size without memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -10,7 +12,8 @@ from bev_lightning.config import load
 from bev_lightning.errors import InputError
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
-from bev_lightning.structures import Batch, Cameras
+from bev_lightning.objectives.set_prediction import SetPredictionObjective
+from bev_lightning.structures import Batch, Boxes3D, Cameras
 
 
 def build(cfg: DictConfig) -> BEVFormer:
@@ -78,21 +81,26 @@ def test_configured_sizes() -> None:
         assert cfg.model.network.head.num_denoising == 0
 
 
-def test_toy_steps_and_pads() -> None:
+def test_toy_pads_and_trains_in_bfloat16() -> None:
     torch.manual_seed(0)
     cfg = load("train", ["model=bevformer_toy", "model.network.pad_multiple=32"])
     network = build(cfg).train()
-    batch = make_batch(2, (40, 70))
+    targets = Boxes3D.empty(2, 3)
+    batch = replace(make_batch(2, (40, 70)), targets=targets)
     maps = network.extract([batch, batch])
     assert [m.shape for m in maps[1]] == [(2, 6, 96, 8, 12), (2, 6, 96, 4, 6)]  # 64 x 96 pixels
-    predictions = network(batch)
-    assert predictions.heatmap is not None
-    (predictions.queries.code.sum() + predictions.heatmap.sum()).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        predictions = network(batch)
+    assert predictions.heatmap is not None and predictions.denoising is not None
+    terms = SetPredictionObjective()(predictions, targets)
+    assert all(term.dtype == torch.float32 for term in terms.values())
+    torch.stack(list(terms.values())).sum().backward()
+    for name, parameter in network.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(torch.isfinite(parameter.grad).all()), name
 
 
 def test_refuses_a_batch_without_cameras() -> None:
-    from dataclasses import replace
-
     network = build(load("train", ["model=bevformer_toy"]))
     with pytest.raises(InputError, match="samples sample0 bring none"):
         network(replace(make_batch(1, (32, 32)), cameras=None))
