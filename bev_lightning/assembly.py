@@ -36,6 +36,8 @@ def build_module(cfg: DictConfig) -> "DetectionModule":
         "overrides": overrides,
         "config": OmegaConf.to_container(cfg, resolve=True),
     }
+    if OmegaConf.select(cfg, "tta") is not None:
+        module.use_tta(_instantiate(cfg.tta))
     return module
 
 
@@ -46,8 +48,15 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
         changes: arguments that a verb fixes, whatever the configuration says.
     """
     import lightning as L
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
     arguments = _instantiate(cfg.trainer)
+    if arguments["sync_batchnorm"]:
+        # Torch has it for CUDA alone, and one process has nothing to share.
+        several = arguments["devices"] * arguments["num_nodes"] > 1
+        arguments["sync_batchnorm"] = several and arguments["accelerator"] == "gpu"
+        if not arguments["sync_batchnorm"]:
+            rank_zero_info("trainer.sync_batchnorm is off: it takes several CUDA processes")
     if arguments["max_epochs"] is None:
         arguments["max_epochs"] = -1
     arguments |= {

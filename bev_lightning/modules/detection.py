@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
 from bev_lightning.modules.optimizer import AdamW
+from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
 from bev_lightning.objectives.nuscenes import NuScenesEvaluator, Scores
 from bev_lightning.objectives.submission import Entries, to_entries
 from bev_lightning.structures import Batch, Boxes3D, Inputs
@@ -57,7 +58,21 @@ class DetectionModule(L.LightningModule):
         self.scores: Scores | None = None
         self.scored_step = -1
         self.results: Entries = {}
+        self.tta: TestTimeAugmentation | None = None
         self._frozen = [] if optim is None else self._freeze(optim)
+
+    def use_tta(self, tta: TestTimeAugmentation) -> None:
+        """Detect in several views of each scene from now on.
+
+        Raises:
+            InputError: the model carries memory from frame to frame, which has one view.
+        """
+        if self.inputs.history:
+            raise InputError(
+                f"tta is for models of single frames and this one reads {self.inputs.history} "
+                f"earlier ones; set tta=null"
+            )
+        self.tta = tta
 
     def train(self, mode: bool = True) -> "DetectionModule":
         """Training mode, all but what ``optim`` freezes."""
@@ -155,11 +170,23 @@ class DetectionModule(L.LightningModule):
         return self.objective(predictions, batch.targets)
 
     def _collect(self, predictions: Any, batch: Batch) -> Boxes3D:
-        boxes: Boxes3D = self.network.decode(predictions)  # type: ignore[operator]
+        boxes = self._detect(predictions, batch)
         self.results.update(
             to_entries(boxes, batch.global_from_lidar, batch.sample_tokens, self.classes)
         )
         return boxes
+
+    def _detect(self, predictions: Any, batch: Batch) -> Boxes3D:
+        """The boxes of a batch, with test-time augmentation those of all views."""
+        decode: Callable[[Any], Boxes3D] = self.network.decode  # type: ignore[assignment]
+        boxes = decode(predictions)
+        if self.tta is None:
+            return boxes
+        views = [boxes]
+        for view_from_lidar in self.tta.views()[1:].to(boxes.centre.device):
+            seen = decode(self(view_batch(batch, view_from_lidar)))
+            views.append(seen.transform(torch.linalg.inv(view_from_lidar)))
+        return merge_views(views, self.tta.reach)
 
     def _gather(self, results: Entries) -> Entries:
         """All ranks' results on every rank; a sample that padded two shards counts once."""
