@@ -157,7 +157,7 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
         TypeError,
     ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "Unsupported" in str(error):
+        if "Unsupported global" in str(error):
             raise InputError(_explain_code(checkpoint, str(error))) from None
         raise InputError(
             f"{checkpoint} is no checkpoint of bev_lightning ({reason}); give a .ckpt file of a run"
@@ -212,9 +212,8 @@ def load_backbones(module: "DetectionModule") -> None:
 
 def _explain_code(checkpoint: str | Path, reason: str) -> str:
     found = re.search(r"GLOBAL ([\w.]+)", reason)
-    what = f" of the class {found[1]}" if found else ""
     return (
-        f"{checkpoint} holds objects{what}, which only the code that made it can read, and reading "
+        f"{checkpoint} holds objects of the class {found[1] if found else 'unknown'}, which only the code that made it can read, and reading "
         "them may execute anything; where you trust the file and have that code, run python -c "
         "\"import torch; c = torch.load('FILE', map_location='cpu', weights_only=False); "
         "torch.save({'state_dict': c['state_dict']}, 'weights.pth')\" and give weights.pth"

@@ -1,7 +1,8 @@
-"""The published configurations, at full size: built, run forward and backward without memory, counted.
+"""The published configurations at full size: built, run forward and backward without memory,
+counted.
 
-Numbers that only data can tell are stated: how many voxels each stage of the sparse encoder has, and
-which share of a mask is true.
+Numbers that only data can tell are stated: how many voxels each stage of the sparse encoder has,
+and which share of a mask is true.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bev_lightning.config import load
+from bev_lightning.config import check, load
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.sparse_encoder import EncoderPlan, SparseEncoder, StagePlan
@@ -160,3 +161,63 @@ def test_full_size_runs_forward_and_backward(name: str) -> None:
         if value.requires_grad and value.grad is None
     ]
     assert without == []
+
+
+def test_the_document_counts_the_parameters_of_every_model() -> None:
+    text = (ROOT / "docs/models.md").read_text()
+    told = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) M \|", text, re.M))
+    assert sorted(told) == FULL_SIZE
+    counted = {}
+    for name in FULL_SIZE:
+        with torch.device("meta"):
+            network, _ = make_network(name)
+        counted[name] = sum(parameter.numel() for parameter in network.parameters())
+    assert {name: f"{number / 1e6:.2f}" for name, number in counted.items()} == told
+    assert abs(counted["bevformer_base"] - 69e6) < 0.01 * 69e6
+
+
+@pytest.mark.parametrize("name", [name for name in FULL_SIZE if name.startswith("bevfusion")])
+def test_every_set_of_sensors_has_a_toy_and_says_which_boxes_it_learns(name: str) -> None:
+    full, toy = (load("train", [f"model={one}", "hardware=cpu"]) for one in (name, f"{name}_toy"))
+    for sensor in ("camera", "lidar", "radar"):
+        assert (full.model.inputs.get(sensor) is None) == (toy.model.inputs.get(sensor) is None)
+    for cfg in (full, toy):
+        has_lidar = cfg.model.inputs.get("lidar") is not None
+        grid = cfg.model.network.head.grid
+        assert cfg.data.target_range == (None if has_lidar else grid.range)
+
+
+def test_every_experiment_composes() -> None:
+    paths = sorted((ROOT / "conf/experiment").glob("*.yaml"))
+    assert len(paths) > 10
+    for path in paths:
+        check(load("train", [f"experiment={path.stem}"]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        path.stem
+        for path in sorted((ROOT / "conf/experiment").glob("*.yaml"))
+        if re.match(r"bevformer_(base|small|tiny)|bevfusion_(lidar|fusion)", path.stem)
+        and "toy" not in path.stem
+    ],
+)
+def test_a_published_training_says_what_it_is(name: str) -> None:
+    text = " ".join((ROOT / f"conf/experiment/{name}.yaml").read_text().replace("#", "").split())
+    assert "mAP" in text and "NDS" in text and "have not run it in full" in text
+    batch = re.search(r"effective batch:? (?:of )?(\d+)", text)
+    cfg = load("train", [f"experiment={name}"])
+    cards = cfg.hardware.nodes * cfg.hardware.devices
+    accumulated = cfg.trainer.accumulate_grad_batches
+    assert batch and int(batch[1]) == cards * cfg.data.batch_size * accumulated
+    # Samples seen, and an epoch between validations, do not depend on the cards.
+    epochs, samples = (
+        (24, 28_130)
+        if name.startswith("bevformer")
+        else ((20, 123_580) if name.startswith("bevfusion_lidar") else (6, 123_580))
+    )
+    assert cfg.trainer.max_steps == epochs * -(-samples // int(batch[1]))
+    assert abs(cfg.trainer.val_check_interval * cards * cfg.data.batch_size / samples - 1) < 1e-3
+    if name.endswith("_4x24gib"):
+        assert cfg.hardware.memory_gib == 24 and cards == 4
