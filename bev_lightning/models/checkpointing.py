@@ -25,6 +25,8 @@ def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
 def _keep_statistics(block: nn.Module) -> Iterator[None]:
     norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     saved = [norm.momentum for norm in norms]
+    counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
+    before = [count.clone() for count in counts]
     for norm in norms:
         norm.momentum = 0.0
     try:
@@ -32,3 +34,5 @@ def _keep_statistics(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, momentum in zip(norms, saved, strict=True):
             norm.momentum = momentum
+        for count, value in zip(counts, before, strict=True):
+            count.copy_(value)
