@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> float | None:
         load_weights(module, cfg.ckpt)
         warn_of_other_sweeps(module, cfg.ckpt)
         trainer = build_trainer(cfg)
-        trainer.validate(module, datamodule=data, verbose=False)
+        trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
         if not trainer.is_global_zero or module.scores is None:
             return None
         scores = module.scores

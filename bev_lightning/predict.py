@@ -16,7 +16,9 @@ def main(cfg: DictConfig) -> None:
     module = build_module(cfg)
     load_weights(module, cfg.ckpt)
     trainer = build_trainer(cfg)
-    trainer.predict(module, datamodule=build_data(cfg), return_predictions=False)
+    trainer.predict(
+        module, datamodule=build_data(cfg), return_predictions=False, weights_only=True
+    )
     if trainer.is_global_zero:
         write_submission(
             Path(cfg.paths.run) / "submission.json", module.results, module.inputs.modalities

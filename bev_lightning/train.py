@@ -32,7 +32,9 @@ def main(cfg: DictConfig) -> float | None:
     trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
     status = "interrupted" if trainer.interrupted else "finished"
     if status == "finished" and module.scored_step != trainer.global_step:
-        trainer.validate(module, datamodule=data, verbose=False)
+        # The last step was none of trainer.val_check_interval's.
+        trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
+        _keep_if_best(trainer, module)
     if not trainer.is_global_zero:
         return None
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -53,6 +55,15 @@ def main(cfg: DictConfig) -> float | None:
         return None
     print(module.scores)
     return module.scores.NDS
+
+
+def _keep_if_best(trainer: Any, module: Any) -> None:
+    """What ModelCheckpoint does for validations inside of the training."""
+    best = trainer.checkpoint_callback
+    if best is None or best.monitor != "val/NDS" or module.scores is None:
+        return
+    if best.best_model_score is None or module.scores.NDS > float(best.best_model_score):
+        trainer.save_checkpoint(f"{best.dirpath}/best.ckpt")
 
 
 def _report(names: dict[str, list[str]], checkpoint: Any) -> None:

@@ -15,7 +15,7 @@ TINY = [
     "data.synthetic.num_val_scenes=1",
     "data.synthetic.frames_per_scene=2",
     "data.synthetic.num_azimuths=90",
-    "model.network.head.num_queries=20",
+    "model.network.head.num_boxes=20",
     "loader=torch",
     "loader.num_workers=0",
     "hardware=cpu",
@@ -64,7 +64,7 @@ def test_train_leaves_what_the_readme_says(trained: Path):
 
 def test_checkpoint_loads_without_executing_anything(trained: Path):
     content = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
-    assert "model.network.head.num_queries=20" in content["bev_lightning"]["overrides"]
+    assert "model.network.head.num_boxes=20" in content["bev_lightning"]["overrides"]
     assert content["global_step"] == 2
 
 

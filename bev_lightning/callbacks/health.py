@@ -5,7 +5,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from bev_lightning.errors import InputError
@@ -70,4 +69,5 @@ class SameWeights(L.Callback):
                 f"{differ} of {weights.numel()} weights of process {trainer.global_rank} differ from "
                 "those of process 0"
             )
-        rank_zero_info(f"The weights of all {trainer.world_size} processes are equal.")
+        if trainer.is_global_zero:
+            print(f"The weights of all {trainer.world_size} processes are equal.")

@@ -12,12 +12,13 @@ GIB = 1024.0**3
 
 
 class SpeedMonitor(L.Callback):
-    """Log speed, data wait, gradient norm and GPU memory at the trainer's logging steps.
+    """Log speed, data wait, learning rate, gradient norm and GPU memory at the trainer's logging steps.
 
     - ``speed/samples_per_s``: samples of all processes a second since the last logging step,
       validation left out.
     - ``speed/data_wait_share``: share of that time, 0..1, that this process stood waiting for its
       next batch (``seconds_waited`` of the training iterable).
+    - ``train/lr``: learning rate of the first group of parameters.
     - ``train/grad_norm``: 2-norm of all gradients of the step, before clipping.
     - ``gpu/memory_gib``: peak of the memory in use by tensors on this process' GPU so far [GiB].
 
@@ -90,6 +91,8 @@ class SpeedMonitor(L.Callback):
         )
         self._logged = (self.samples, self.seconds, self.seconds_waited)
         values: dict[str, float] = {}
+        for optimizer in trainer.optimizers[:1]:
+            values["train/lr"] = optimizer.param_groups[0]["lr"]
         if seconds > 0:
             values["speed/samples_per_s"] = samples / seconds * trainer.world_size
             values["speed/data_wait_share"] = min(waited / seconds, 1.0)

@@ -119,10 +119,9 @@ class DetectionModule(L.LightningModule):
             dist.broadcast_object_list(scores, src=0)
         self.scores, self.scored_step = scores[0], self.global_step
         assert self.scores is not None
-        self.log_dict(
-            {f"val/{name}": value for name, value in self.scores.to_log().items()},
-            rank_zero_only=False,
-        )
+        # Equal on all processes already; sync_dist keeps Lightning from doubting it.
+        values = {f"val/{name}": value for name, value in self.scores.to_log().items()}
+        self.log_dict(values, sync_dist=True)
 
     def on_predict_epoch_start(self) -> None:
         self.results = {}
