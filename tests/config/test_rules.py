@@ -155,7 +155,7 @@ def test_auto_on_a_cpu() -> None:
     assert plain.trainer.precision == "32-true"
     assert plain.trainer.strategy.device == "cpu"
     assert plain.loader == plain.data.loader
-    assert plain.loader._target_ == "bev_lightning.data.reader.TorchLoader"
+    assert plain.loader._target_ == "bev_lightning.data.dali.DaliLoader"
     assert (plain.loader.num_workers, plain.loader.pin_memory) == (2, False)
     assert plain.paths.run == "somewhere"
     assert OmegaConf.is_readonly(plain)
@@ -180,7 +180,12 @@ def test_what_is_said_stays_said() -> None:
     assert (plain.trainer.accelerator, plain.trainer.devices) == ("cpu", 2)
     assert plain.trainer.strategy == "ddp"
     assert plain.loader.num_workers == 0
-    assert resolve(load("train", ["loader=dali"]), CPU).loader._target_.endswith("DaliLoader")
+    assert resolve(load("train", ["loader=torch"]), CPU).loader._target_.endswith("TorchLoader")
+
+
+def test_auto_loader_without_dali(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bev_lightning.rules._has_dali", lambda: False)
+    assert resolve(load("train"), CPU).loader._target_.endswith("TorchLoader")
 
 
 def test_every_verb_resolves() -> None:
