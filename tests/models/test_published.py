@@ -6,6 +6,7 @@ and which share of a mask is true.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.sparse_encoder import EncoderPlan, SparseEncoder, StagePlan
 from bev_lightning.ops.sparse_conv import Rulebook
-from bev_lightning.structures import Batch, Cameras, Points, Radar
+from bev_lightning.structures import Batch, Boxes3D, Cameras, Points, Radar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = sorted(
@@ -221,3 +222,71 @@ def test_a_published_training_says_what_it_is(name: str) -> None:
     assert abs(cfg.trainer.val_check_interval * cards * cfg.data.batch_size / samples - 1) < 1e-3
     if name.endswith("_4x24gib"):
         assert cfg.hardware.memory_gib == 24 and cards == 4
+
+
+def look_around(num_cameras: int, size: tuple[int, int]) -> Tensor:
+    """``image_from_lidar`` ``(N, 4, 4)`` of cameras that look outwards all around."""
+    matrices = []
+    for number in range(num_cameras):
+        yaw = 2 * math.pi * number / num_cameras
+        cos, sin = math.cos(yaw), math.sin(yaw)
+        camera_from_lidar = torch.eye(4)
+        camera_from_lidar[:3, :3] = torch.tensor([[sin, -cos, 0], [0, 0, -1.0], [cos, sin, 0]])
+        image_from_camera = torch.eye(4)
+        focal = 0.8 * size[1]
+        image_from_camera[:2, :3] = torch.tensor([[focal, 0, size[1] / 2], [0, focal, size[0] / 2]])
+        matrices.append(image_from_camera @ camera_from_lidar)
+    return torch.stack(matrices)
+
+
+def fill(batch: Batch) -> Batch:
+    """Real values: noise in the images, a street of points, returns and boxes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    cameras, points, radar = batch.cameras, batch.points, batch.radar
+    if cameras is not None:
+        size, num, _, height, width = cameras.images.shape
+        matrix = look_around(num, (height, width)).expand(size, -1, -1, -1)
+        cameras = Cameras(noise(*cameras.images.shape) - 0.5, matrix)
+    if points is not None:
+        size = points.features.shape[0]
+        low, extent = torch.tensor([-30.0, -30, -3, 0, 0]), torch.tensor([60.0, 60, 4, 255, 0.5])
+        points = Points(low + extent * noise(size, 3000, 5), torch.full((size,), 3000))
+    if radar is not None:
+        size = radar.features.shape[0]
+        features = 60 * noise(size, 100, 8) - 30
+        features[..., 2], features[..., 7] = 0.0, 1.0
+        radar = Radar(features, torch.full((size,), 100))
+    size = batch.size
+    targets = Boxes3D(
+        centre=40 * noise(size, 6, 3) * torch.tensor([1, 1, 0]) - 20,
+        size=1 + 4 * noise(size, 6, 3),
+        yaw=noise(size, 6),
+        velocity=noise(size, 6, 2),
+        label=torch.arange(6).expand(size, 6),
+        valid=torch.ones(size, 6, dtype=torch.bool),
+    )
+    return dataclasses.replace(
+        batch, cameras=cameras, points=points, radar=radar, targets=targets, can_bus=None
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if re.match(r"bevfusion.*_toy", name)])
+def test_a_toy_takes_a_step_and_detects(name: str) -> None:
+    torch.manual_seed(0)
+    network, inputs = make_network(name)
+    batch = fill(make_batch(inputs))
+    cfg = load("train", [f"model={name}", "hardware=cpu"])
+    objective = instantiate(cfg.model.objective, _convert_="all")
+    terms = objective(network(batch), batch.targets)
+    assert ("depth" in terms) == (inputs.camera is not None and inputs.lidar is not None)
+    torch.stack(list(terms.values())).sum().backward()
+    for parameter, value in network.named_parameters():
+        assert value.grad is not None and bool(torch.isfinite(value.grad).all()), parameter
+    network.eval()
+    with torch.no_grad():
+        boxes = network.decode(network(batch))
+    assert boxes.centre.shape[0] == 1 and bool(torch.isfinite(boxes.centre[boxes.valid]).all())
