@@ -188,6 +188,13 @@ def test_every_set_of_sensors_has_a_toy_and_says_which_boxes_it_learns(name: str
         assert cfg.data.target_range == (None if has_lidar else grid.range)
 
 
+def test_a_camera_model_learns_boxes_of_its_range() -> None:
+    cfg = load("train", ["model=bevformer_tiny", "hardware=cpu"])
+    assert cfg.data.target_range == [-51.2, -51.2, -5.0, 51.2, 51.2, 3.0]
+    cfg = load("train", ["model=bevformer_tiny", "hardware=cpu", "data.target_range=null"])
+    assert cfg.data.target_range is None
+
+
 def test_every_experiment_composes() -> None:
     paths = sorted((ROOT / "conf/experiment").glob("*.yaml"))
     assert len(paths) > 10
