@@ -48,7 +48,7 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
         changes: arguments that a verb fixes, whatever the configuration says.
     """
     import lightning as L
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
     arguments = _instantiate(cfg.trainer)
     if arguments["sync_batchnorm"]:
@@ -56,7 +56,7 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
         several = arguments["devices"] * arguments["num_nodes"] > 1
         arguments["sync_batchnorm"] = several and arguments["accelerator"] == "gpu"
         if not arguments["sync_batchnorm"]:
-            rank_zero_info("trainer.sync_batchnorm is off: it takes several CUDA processes")
+            rank_zero_warn("trainer.sync_batchnorm is off: it takes several CUDA processes")
     if arguments["max_epochs"] is None:
         arguments["max_epochs"] = -1
     arguments |= {

@@ -1,0 +1,102 @@
+"""The parts of a training recipe together, as a user switches them on: pasting, balanced sampling,
+averaged weights, multipliers; then evaluation with and without test-time augmentation."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TINY = [
+    "data=synthetic_mini",
+    "data.synthetic.num_train_scenes=1",
+    "data.synthetic.num_val_scenes=1",
+    "data.synthetic.frames_per_scene=2",
+    "data.synthetic.num_azimuths=90",
+    "model=bevfusion_lidar_toy",
+    "loader=torch",
+    "loader.num_workers=0",
+    "hardware=cpu",
+    "logger=none",
+]
+
+
+def run(folder: Path, verb: str, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", f"bev_lightning.{verb}", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def results_of(folder: Path, process: subprocess.CompletedProcess) -> Path:
+    assert process.returncode == 0, process.stderr[-3000:]
+    return folder / process.stdout.strip().splitlines()[-1].removeprefix("Results: ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recipe")
+
+
+def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None:
+    process = run(
+        folder,
+        "train",
+        *TINY,
+        "data/paste=published",
+        "data.paste.min_points=100000",
+        "data.cbgs=true",
+        "callbacks=ema",
+        "optim.multipliers={network.lidar.*:0}",
+        "trainer.max_steps=3",
+        "trainer.val_check_interval=3",
+        "trainer.sync_batchnorm=true",
+    )
+    trained = results_of(folder, process)
+    # Every part that does nothing says so, once.
+    said = process.stdout + process.stderr
+    for sentence in (
+        "the database of objects has no car, truck",
+        "trainer.sync_batchnorm is off",
+    ):
+        assert said.count(sentence) == 1, sentence
+    assert len(list((folder / "cache").glob("*-objects-mini_train-3sweeps.arrow"))) == 1
+    best = trained / "checkpoints" / "best.ckpt"
+    content = torch.load(best, weights_only=True)
+    weights, as_trained = content["state_dict"], content["ema_trained_weights"]
+    frozen = [name for name in weights if name.startswith("network.lidar.")]
+    assert all(torch.equal(weights[name], as_trained[name]) for name in frozen)
+    assert any(not torch.equal(weights[name], as_trained[name]) for name in weights)
+
+    words = f"ckpt={best}", "loader.num_workers=0", "hardware=cpu", "logger=none"
+    again = results_of(folder, run(folder, "evaluate", *words))
+    scores = [json.loads((place / "score.json").read_text()) for place in (trained, again)]
+    assert scores[0]["NDS"] == scores[1]["NDS"] and scores[0]["AP"] == scores[1]["AP"]
+
+    turned = results_of(folder, run(folder, "predict", *words, "tta=flip"))
+    plain = json.loads((again / "submission.json").read_text())["results"]
+    merged = json.loads((turned / "submission.json").read_text())["results"]
+    assert merged.keys() == plain.keys() and merged != plain
+
+
+def test_an_epoch_of_empty_frames_trains_and_says_so_once(folder: Path) -> None:
+    process = run(
+        folder, "train", *TINY, "data.min_points=100000", "data.cbgs=true", "trainer.max_steps=2"
+    )
+    trained = results_of(folder, process)
+    assert (process.stdout + process.stderr).count("the model learns background alone") == 1
+    assert json.loads((trained / "score.json").read_text())["status"] == "finished"
+
+
+def test_pasting_into_points_only_is_refused_for_a_fusion(folder: Path) -> None:
+    process = run(folder, "train", *TINY, "model=bevfusion_toy", "data/paste=published")
+    assert process.returncode == 2 and "Traceback" not in process.stderr
+    assert "this model reads camera too" in process.stderr
