@@ -168,7 +168,7 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def read_trained_inputs(checkpoint: str | Path) -> dict[str, Any]:
-    """``model.inputs`` that the weights of a file were trained with; empty where it does not say."""
+    """``model.inputs`` that a file's weights were trained with; empty where it does not say."""
     import torch
     from safetensors import safe_open
 

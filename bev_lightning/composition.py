@@ -62,8 +62,8 @@ def quote_choices(argv: Sequence[str]) -> list[str]:
 
 
 def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = None) -> Job:
-    """Compose one run; a ``ckpt``, or the ``source`` of a conversion, brings the words its model was
-    trained with, below ``overrides``.
+    """Compose one run; a ``ckpt``, or the ``source`` of a conversion, brings the words its model
+    was trained with, below ``overrides``.
 
     Raises:
         InputError: one sentence for whatever Hydra refuses.
