@@ -20,6 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from bev_lightning.errors import InputError
 
 VERSION_BASE = "1.3"
+# ${count:${data.classes}} in conf/: the length of a list.
+OmegaConf.register_new_resolver("count", len, replace=True)
 _REFUSALS = (HydraException, OmegaConfBaseException, ValueError)
 # Groups whose choices look like numbers, which Hydra refuses as the name of a choice.
 _NUMBERED_GROUPS = ("precision", "accumulation")

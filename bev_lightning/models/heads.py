@@ -77,6 +77,11 @@ class TransFusionHead(nn.Module):
         self.peak_kernel = peak_kernel
         self.choice = BoxChoice() if choice is None else choice
         is_point_class = torch.zeros(num_classes, dtype=torch.bool)
+        if not all(0 <= index < num_classes for index in point_classes):
+            raise InputError(
+                f"TransFusionHead has {num_classes} classes but point_classes={list(point_classes)}; "
+                "set model.network.head.point_classes to the places of the small classes, or to []"
+            )
         is_point_class[list(point_classes)] = True
         self.register_buffer("is_point_class", is_point_class, persistent=False)
         self.register_buffer("positions", _cell_positions(grid), persistent=False)

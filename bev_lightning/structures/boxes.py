@@ -138,7 +138,8 @@ class Boxes3D:
         return rotated + self.centre[..., None, :]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Boxes3D":
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self, **{name: None if v is None else function(v) for name, v in columns.items()}
-        )
+        columns: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            columns[field.name] = None if value is None else function(value)
+        return replace(self, **columns)

@@ -238,3 +238,8 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_types_of_predictions() -> None:
     assert isinstance(make_transfusion()(bev()), TransFusionPredictions)
     assert isinstance(make_centre()(bev()), HeatmapPredictions)
+
+
+def test_transfusion_refuses_point_classes_that_are_not_there() -> None:
+    with pytest.raises(InputError, match=r"4 classes but point_classes=\[8, 9\]"):
+        TransFusionHead(BevGrid((0, 0, -1, 8, 8, 1), (1, 1)), in_channels=4, num_classes=4)
