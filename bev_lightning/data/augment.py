@@ -103,11 +103,13 @@ def draw_image(
     return compose_image(original_size, (height, width), (top, left), size, flip, angle)
 
 
-def fit_image(original_size: tuple[int, int], size: tuple[int, int]) -> np.ndarray:
-    """``network_from_original`` of evaluation, ``(3, 3)``: the smallest scale at which the image
-    covers the input, the middle of its width and the bottom of its height (the top is sky), as
-    BEVFusion crops."""
-    height, width = _scaled(original_size, _cover(original_size, size))
+def fit_image(
+    original_size: tuple[int, int], size: tuple[int, int], scale: float = 1.0
+) -> np.ndarray:
+    """``network_from_original`` of evaluation, ``(3, 3)``: ``scale`` times the smallest scale at
+    which the image covers the input, the middle of its width and the bottom of its height (the top
+    is sky), as BEVFusion crops."""
+    height, width = _scaled(original_size, scale * _cover(original_size, size))
     return compose_image(
         original_size, (height, width), (height - size[0], (width - size[1]) // 2), size
     )

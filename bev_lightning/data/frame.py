@@ -232,7 +232,7 @@ class FrameSource:
         for channel in camera.channels:
             height, width = sample.readings.size[sample.readings.find(channel)[0]].tolist()
             if self.augment is None:
-                maps.append(fit_image((height, width), camera.size))
+                maps.append(fit_image((height, width), camera.size, camera.scale))
             else:
                 maps.append(draw_image(self.augment, rng, (height, width), camera.size))
         return maps

@@ -11,6 +11,7 @@ class CameraInput:
         size: height, width of the network's image [pixels].
         channels: camera channels in the order of ``Cameras.images``.
         mean, std: per-channel RGB normalisation on the 0..255 scale.
+        scale: of the image in evaluation, relative to that at which it just covers ``size``.
     """
 
     size: tuple[int, int]
@@ -24,10 +25,13 @@ class CameraInput:
     )
     mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
     std: tuple[float, float, float] = (58.395, 57.12, 57.375)
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("size", "channels", "mean", "std"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.scale > 0:
+            raise ValueError(f"CameraInput.scale {self.scale} must be positive")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,16 @@ import pytest
 
 from bev_lightning.data.augment import Augment, compose_image, draw_bev, draw_image, fit_image
 
-NONE = Augment((1, 1), (0, 0), 0.0, (0, 0), (0, 0), (1, 1), 0.0, 0.0, (0, 0, 0))
+NONE = Augment(
+    image_scale=(1, 1),
+    image_flip=0.0,
+    image_rotate_deg=(0, 0),
+    bev_rotate_deg=(0, 0),
+    bev_scale=(1, 1),
+    bev_flip_x=0.0,
+    bev_flip_y=0.0,
+    bev_translate_std_m=(0, 0, 0),
+)
 
 
 def at(matrix: np.ndarray, u: float, v: float) -> list[float]:
@@ -70,3 +79,11 @@ def test_nonsense_is_refused() -> None:
         Augment(image_scale=(2, 1))
     with pytest.raises(ValueError, match="must be positive"):
         Augment(bev_scale=(0, 1))
+
+
+def test_evaluation_scale_of_the_published_bevfusion():
+    """1600 x 900 at 0.48 is 768 x 432, of which the middle 704 and the bottom 256 are taken."""
+    pixel_map = fit_image((900, 1600), (256, 704), 1.0909)
+    assert pixel_map[0, 0] == pytest.approx(0.48, abs=1e-6)
+    assert pixel_map[1, 1] == pytest.approx(0.48, abs=1e-6)
+    assert pixel_map[:2, 2] == pytest.approx([0.24 - 0.5 - 32, 0.24 - 0.5 - 176], abs=1e-6)
