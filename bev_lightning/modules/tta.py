@@ -22,8 +22,8 @@ class TestTimeAugmentation:
 
     Attributes:
         flip_x, flip_y: also with negated x, negated y.
-        rotate_deg: also turned about z by these angles [degrees]; where the model's range is
-            square, multiples of 90 lose nothing.
+        rotate_deg: also turned about z by these angles [degrees], which should lie within what the
+            model was trained with; what a view turns out of the range is missing in it.
         reach: boxes of one class whose centres lie closer than this share of their mean footprint,
             (length + width) / 2, but 0.3 to 2 m, are the same object.
     """
