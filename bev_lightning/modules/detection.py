@@ -99,6 +99,11 @@ class DetectionModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.results = {}
+        if dist.is_initialized():
+            # Each process has its own batch-norm statistics, a checkpoint those of the first: score
+            # what is saved.
+            for buffer in self.buffers():
+                dist.broadcast(buffer, src=0)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Boxes3D]:
         predictions = self(batch)

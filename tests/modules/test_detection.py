@@ -166,3 +166,16 @@ def test_validation_without_targets_or_optimizer() -> None:
     batch = replace(make_batch(0, [[0], []]), targets=None)
     boxes = module.eval().validation_step(batch, 0)["boxes"]
     assert boxes.valid.shape == (2, 20) and set(module.results) == set(batch.sample_tokens)
+
+
+def test_all_processes_validate_with_the_statistics_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.broadcast", lambda value, src: sent.append(value))
+    module = make_module()
+    module.on_validation_epoch_start()
+    norm = module.network.backbone.blocks[0][1]
+    assert any(value is norm.running_mean for value in sent)
+    assert len(sent) == len(list(module.buffers()))
