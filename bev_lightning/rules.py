@@ -32,6 +32,14 @@ _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("loader.num_workers", int, 0),
     ("loader.prefetch", int, 1),
 )
+# BEV augmentation that leaves scenes as they are.
+_STILL: dict[str, Any] = {
+    "bev_rotate_deg": [0, 0],
+    "bev_scale": [1, 1],
+    "bev_flip_x": 0,
+    "bev_flip_y": 0,
+    "bev_translate_std_m": [0, 0, 0],
+}
 _CLASSES = (
     "car",
     "truck",
@@ -250,6 +258,7 @@ def _check_data(cfg: DictConfig) -> None:
         wrong = f"holds {', '.join(unknown)}" if unknown else "is empty or names a class twice"
         raise InputError(f"data.classes {wrong}; name each once, out of {', '.join(_CLASSES)}")
     _check_paste(cfg)
+    _check_augment(cfg)
     root, cache = _get(cfg, "data.root"), _get(cfg, "data.cache_dir")
     if root is None:
         raise InputError(
@@ -279,6 +288,26 @@ def _check_paste(cfg: DictConfig) -> None:
         )
 
 
+def _check_augment(cfg: DictConfig) -> None:
+    """The CAN bus tells of the car as it drove, not of a scene that was turned or mirrored."""
+    augment, encoder = _get(cfg, "data.augment"), _get(cfg, "model.network.encoder")
+    if _get(cfg, "verb") != "train" or augment is None or encoder is None:
+        return
+    readers = [
+        f"{key}={str(value).lower()}"
+        for key, value in (("motion", "can_bus"), ("use_can_bus", True))
+        if encoder.get(key) == value
+    ]
+    varied = [key for key, value in _STILL.items() if (augment.get(key) or value) != value]
+    if readers and varied:
+        still = [f"data.augment.{key}={_STILL[key]}".replace(" ", "") for key in varied]
+        raise InputError(
+            f"model.network.encoder has {' and '.join(readers)}, and the CAN bus knows nothing of "
+            f"the BEV augmentation ({', '.join(varied)}); set {' '.join(still)}, or "
+            "data.augment=null, or model.network.encoder.motion=pose and use_can_bus=false"
+        )
+
+
 def _check_checkpoints(cfg: DictConfig) -> None:
     verb = _get(cfg, "verb")
     if verb in ("evaluate", "predict"):
@@ -289,7 +318,8 @@ def _check_checkpoints(cfg: DictConfig) -> None:
             )
             found = " and ".join(given) or "nothing"
             raise InputError(
-                f"{verb} needs a checkpoint and got {found}; give ckpt=FILE, for example {_EXAMPLE}{other}"
+                f"{verb} needs a checkpoint and got {found}; give ckpt=FILE, for example "
+                f"{_EXAMPLE}{other}"
             )
         for key in ("init_from", "resume"):
             if _get(cfg, key) is not None:

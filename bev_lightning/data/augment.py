@@ -1,9 +1,12 @@
 """Augmentation as matrices: drawn once a sample, applied by every loader alike."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+_QUEUE_STREAM = 5  # of random numbers: the queue leaves the rest of the augmentation as it is
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,18 @@ class Augment:
         image_crop_bottom: share of the scaled height cut off at the bottom before the crop.
         image_flip: probability of mirroring an image left to right.
         image_rotate_deg: counter-clockwise as seen [degrees].
+        image_brightness: largest change of an image's brightness, on the 0..255 scale
+            (:mod:`bev_lightning.data.photometric`); 32 in the published BEVFormer, where contrast
+            and saturation are 0.5 to 1.5, the hue 18 degrees, and channels swapped.
+        image_contrast, image_saturation: factors.
+        image_hue_deg: largest turn of the hue [degrees].
+        image_swap_channels: reorder red, green and blue.
         grid_mask: probability of hiding a grid of squares in a sample's images
             (:mod:`bev_lightning.data.grid_mask`); 0.7 in the published BEVFormer.
         grid_mask_ratio: width of the stripes that stay visible between the squares, as a share of
             the grid's period.
+        history_drop: leave out one at random of the frames of a temporal queue and take one more
+            from before it, so that time steps vary, as the published BEVFormer does.
         bev_rotate_deg: of the scene about z, counter-clockwise [degrees].
         bev_scale: of the scene; velocities and box sizes scale with it.
         bev_flip_x, bev_flip_y: probability of negating x, y.
@@ -30,8 +41,14 @@ class Augment:
     image_crop_bottom: tuple[float, float] = (0.0, 0.0)
     image_flip: float = 0.5
     image_rotate_deg: tuple[float, float] = (-5.4, 5.4)
+    image_brightness: float = 0.0
+    image_contrast: tuple[float, float] = (1.0, 1.0)
+    image_saturation: tuple[float, float] = (1.0, 1.0)
+    image_hue_deg: float = 0.0
+    image_swap_channels: bool = False
     grid_mask: float = 0.0
     grid_mask_ratio: float = 0.5
+    history_drop: bool = False
     bev_rotate_deg: tuple[float, float] = (-45.0, 45.0)
     bev_scale: tuple[float, float] = (0.9, 1.1)
     bev_flip_x: float = 0.5
@@ -43,6 +60,8 @@ class Augment:
             "image_scale",
             "image_crop_bottom",
             "image_rotate_deg",
+            "image_contrast",
+            "image_saturation",
             "bev_rotate_deg",
             "bev_scale",
         ):
@@ -54,6 +73,19 @@ class Augment:
             object.__setattr__(self, name, (low, high))
         if self.image_scale[0] <= 0 or self.bev_scale[0] <= 0:
             raise ValueError("Augment.image_scale and bev_scale must be positive")
+        if (
+            min(
+                self.image_brightness,
+                self.image_hue_deg,
+                self.image_contrast[0],
+                self.image_saturation[0],
+            )
+            < 0
+        ):
+            raise ValueError(
+                "Augment.image_brightness, image_contrast, image_saturation and image_hue_deg must "
+                "not be negative"
+            )
         if not (0 <= self.grid_mask <= 1 and 0 < self.grid_mask_ratio < 1):
             raise ValueError(
                 f"Augment.grid_mask={self.grid_mask} must be a probability and grid_mask_ratio="
@@ -61,6 +93,17 @@ class Augment:
             )
         object.__setattr__(
             self, "bev_translate_std_m", tuple(float(v) for v in self.bev_translate_std_m)
+        )
+
+    @property
+    def changes_colours(self) -> bool:
+        """Whether images are distorted photometrically."""
+        return (
+            self.image_brightness > 0
+            or self.image_contrast != (1.0, 1.0)
+            or self.image_saturation != (1.0, 1.0)
+            or self.image_hue_deg > 0
+            or self.image_swap_channels
         )
 
 
@@ -79,6 +122,21 @@ def draw_bev(augment: Augment, rng: np.random.Generator) -> np.ndarray:
     matrix[:3, 3] = shift
     mirror = np.diag([-1.0 if flips[0] else 1.0, -1.0 if flips[1] else 1.0, 1.0, 1.0])
     return mirror @ matrix
+
+
+def draw_steps(augment: Augment | None, length: int, seed: Sequence[int]) -> set[int]:
+    """How many key frames back the frames of a temporal queue lie.
+
+    1 to ``length``; under ``history_drop`` all but one of 1 to ``length + 1``.
+
+    Args:
+        seed: (seed, epoch, position).
+    """
+    steps = set(range(1, length + 1))
+    if length and augment is not None and augment.history_drop:
+        dropped = int(np.random.default_rng([*seed, _QUEUE_STREAM]).integers(1, length + 2))
+        steps = (steps | {length + 1}) - {dropped}
+    return steps
 
 
 def draw_image(

@@ -16,8 +16,9 @@ from nvidia.dali.pipeline import Pipeline
 
 from bev_lightning.data.dali_source import SlotSource, read_encoded
 from bev_lightning.data.frame import Frame, FrameSource
+from bev_lightning.data.photometric import distort_images
 from bev_lightning.data.reader import read_image
-from bev_lightning.data.stream import Schedule
+from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Cameras, Inputs, Points, Radar
 
@@ -62,9 +63,7 @@ class DaliLoader:
         self.start_method = start_method
         self.skipped: dict[str, str] = {}
 
-    def open(
-        self, frames: FrameSource, schedule: Schedule, start: int, stop: int
-    ) -> Iterator[Batch]:
+    def open(self, frames: FrameSource, schedule: Places, start: int, stop: int) -> Iterator[Batch]:
         """Batches ``start`` .. ``stop - 1`` of the schedule, in order.
 
         Closing the iterator ends the worker processes.
@@ -219,8 +218,10 @@ def _assemble(
             moment * len(samples) * cameras, (moment + 1) * len(samples) * cameras, cameras
         )
         batch = Batch.stack([frame.batch for frame in frames])
-        if images is not None:
+        if images is not None and inputs.camera is not None:
             for seen, frame in zip(images[moment], frames, strict=True):
+                if frame.colours:
+                    distort_images(frame.colours, seen, inputs.camera)
                 if frame.mask is not None:
                     frame.mask.hide(seen)
             matrices = torch.cat(
@@ -251,7 +252,7 @@ def _pad(clouds: Any, slots: range, kind: type[_Cloud]) -> _Cloud:
     return kind(features, count)
 
 
-def _blame_image(frames: FrameSource, schedule: Schedule, micro_steps: range) -> NoReturn:
+def _blame_image(frames: FrameSource, schedule: Places, micro_steps: range) -> NoReturn:
     """DALI's decoder names no file: go through the batches until an image fails here too.
 
     Raises:

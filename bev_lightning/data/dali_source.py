@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bev_lightning.data.frame import Frame, FrameSource, ImageSource
 from bev_lightning.data.reader import read_cloud, read_image, read_position, read_radar
-from bev_lightning.data.stream import Schedule
+from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 
@@ -124,7 +124,7 @@ class SlotSource:
     def __init__(
         self,
         frames: FrameSource,
-        schedule: Schedule,
+        schedule: Places,
         start: int,
         stop: int,
         num_workers: int,
@@ -185,7 +185,7 @@ class MicroSteps(Dataset[_Parcel]):
     """What the workers read. A micro-step follows from its number alone, so a loader that is opened
     at any of them goes on exactly there."""
 
-    def __init__(self, frames: FrameSource, schedule: Schedule) -> None:
+    def __init__(self, frames: FrameSource, schedule: Places) -> None:
         self.frames = frames
         self.schedule = schedule
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from bev_lightning.data.index import Index, build_index
 from bev_lightning.data.objects import ObjectDatabase
 from bev_lightning.data.paste import Paste, Paster, check_inputs
 from bev_lightning.data.sample import DETECTION_CLASSES
-from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, Schedule
+from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, SceneSchedule, Schedule
 from bev_lightning.data.synthetic import SyntheticSpec, generate
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
@@ -26,9 +27,9 @@ class DetectionDataModule(LightningDataModule):
     """Reads a nuScenes data set for one model.
 
     Training reads an endless stream whose order and augmentation are functions of the seed;
-    evaluation reads its split in order, dealt out to the ranks, each of which makes the same number
-    of steps. Where samples do
-    not divide evenly, a rank may repeat one: drop repeats by sample token.
+    evaluation reads its split in order, whole scenes to each rank, all of which make the same
+    number of steps. A rank that is done early repeats its last sample: a sample's first result
+    counts. It reads no history, for a model meets each scene's frames one after the other.
 
     Attributes:
         index: the data set's index, from :meth:`setup` on.
@@ -163,9 +164,9 @@ class DetectionDataModule(LightningDataModule):
         if stage in (None, "fit") and "train" not in self._frames:
             self._frames["train"] = self._training_source(self.index)
         if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
-            self._frames["val"] = self._source(self.val_split, None)
+            self._frames["val"] = self._evaluation_source()
         if stage in (None, "predict") and "predict" not in self._frames:
-            self._frames["predict"] = self._source(self.val_split, None, with_targets=False)
+            self._frames["predict"] = self._evaluation_source(with_targets=False)
 
     def open_objects(self, index: Index) -> ObjectDatabase:
         """What pasting draws from: the objects of the training split, made where it is absent."""
@@ -190,11 +191,11 @@ class DetectionDataModule(LightningDataModule):
     @property
     def steps_per_epoch(self) -> int:
         """Micro-steps in which all ranks together read the training split once."""
-        return len(self._schedule("train"))
+        return len(self._schedule())
 
     def train_dataloader(self) -> BatchStream:
         """The endless stream, from the micro-step that a checkpoint brought along."""
-        schedule = self._schedule("train")
+        schedule = self._schedule()
         num_micro_steps = len(schedule)
         trainer = self.trainer
         if trainer is not None and trainer.max_steps is not None and trainer.max_steps > 0:
@@ -206,7 +207,7 @@ class DetectionDataModule(LightningDataModule):
 
     def val_dataloader(self) -> FixedBatches:
         """The validation split in order."""
-        return FixedBatches(self.loader, self._opened("val"), self._schedule("val"))
+        return self._evaluation("val")
 
     def test_dataloader(self) -> FixedBatches:
         """The same as :meth:`val_dataloader`."""
@@ -214,7 +215,7 @@ class DetectionDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> FixedBatches:
         """The validation split in order, without targets."""
-        return FixedBatches(self.loader, self._opened("predict"), self._schedule("predict"))
+        return self._evaluation("predict")
 
     def state_dict(self) -> dict[str, Any]:
         """Place in the training stream, in plain numbers; empty before there is one."""
@@ -253,7 +254,7 @@ class DetectionDataModule(LightningDataModule):
                     f"the database of objects has no {', '.join(paster.absent)} of at least "
                     f"{self.paste.min_points} points: none is pasted"
                 )
-        source = self._source(self.train_split, self.augment, paster=paster)
+        source = self._source(self.train_split, self.inputs, self.augment, paster=paster)
         census = take_census(index, source.tokens, self.classes, self.min_points)
         for sentence in census.sentences():
             rank_zero_warn(sentence)
@@ -262,10 +263,16 @@ class DetectionDataModule(LightningDataModule):
             source = source.with_tokens([source.tokens[row] for row in rows])
         return source
 
+    def _evaluation_source(self, with_targets: bool = True) -> FrameSource:
+        """The validation split; without history, which a model has seen already."""
+        inputs = replace(self.inputs, history=0)
+        return self._source(self.val_split, inputs, with_targets=with_targets)
+
     def _source(
         self,
         split: str,
-        augment: Augment | None,
+        inputs: Inputs,
+        augment: Augment | None = None,
         with_targets: bool = True,
         paster: Paster | None = None,
     ) -> FrameSource:
@@ -273,7 +280,7 @@ class DetectionDataModule(LightningDataModule):
         source = FrameSource(
             self.index,
             self.index.split(split),
-            self.inputs,
+            inputs,
             self.classes,
             augment=augment,
             seed=self.seed,
@@ -297,14 +304,18 @@ class DetectionDataModule(LightningDataModule):
             raise RuntimeError(f"call setup() before the {name} samples are used")
         return self._frames[name]
 
-    def _schedule(self, name: str) -> Schedule:
-        trainer = self.trainer
+    def _schedule(self) -> Schedule:
+        rank, world_size = self._place()
         return Schedule(
-            num_samples=len(self._opened(name)),
-            batch_size=self.batch_size if name == "train" else self.val_batch_size,
-            rank=0 if trainer is None else trainer.global_rank,
-            world_size=1 if trainer is None else trainer.world_size,
-            seed=self.seed,
-            shuffle=name == "train",
-            ragged=name != "train",
+            len(self._opened("train")), self.batch_size, rank, world_size, seed=self.seed
         )
+
+    def _evaluation(self, name: str) -> FixedBatches:
+        frames = self._opened(name)
+        schedule = SceneSchedule(frames.scene_sizes(), self.val_batch_size, *self._place())
+        return FixedBatches(self.loader, frames, schedule)
+
+    def _place(self) -> tuple[int, int]:
+        """This process's rank, and how many there are."""
+        trainer = self.trainer
+        return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)

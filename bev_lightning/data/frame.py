@@ -8,6 +8,7 @@ decided here once, so that every loader agrees on it.
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -15,21 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bev_lightning.data.augment import Augment, draw_bev, draw_image, fit_image
+from bev_lightning.data.augment import Augment, draw_bev, draw_image, draw_steps, fit_image
 from bev_lightning.data.grid_mask import GridMask, draw_mask
 from bev_lightning.data.index import Index
 from bev_lightning.data.paste import Pasted, Paster, join_boxes
+from bev_lightning.data.photometric import ColourChange, draw_colours
 from bev_lightning.data.presence import sort_out_missing
 from bev_lightning.data.sample import (
     LIDAR,
     Sample,
+    boxes_of,
     can_bus_change,
     global_from_lidar_of,
     global_from_sensor,
     pose_to_transform,
 )
 from bev_lightning.structures import Batch, Boxes3D, Inputs
-from bev_lightning.structures.geometry import wrap_angle
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ class Frame:
         pasted: objects of other scenes whose points join the lidar's; their boxes are targets
             already.
         mask: what hides parts of the images, or None.
+        colours: how each image's colours change; empty where they do not.
     """
 
     sample_token: str
@@ -110,6 +113,7 @@ class Frame:
     history: tuple["Frame", ...] = ()
     pasted: Pasted | None = None
     mask: GridMask | None = None
+    colours: tuple[ColourChange, ...] = ()
 
 
 class FrameSource:
@@ -119,11 +123,13 @@ class FrameSource:
     order, so it gives the same frame in any worker, on any rank, and again after a resume. A
     position is an index into :attr:`tokens`.
 
-    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames. Where the
-    scene (or what is present of it) has fewer before this one, its first frame is repeated with
-    ``has_previous`` False, and so is the oldest entry in every other case: nothing in the queue
-    precedes it. A temporal model that starts afresh wherever ``has_previous`` is False thus gets
-    exactly the frames there are, never those of another scene, and batches stack.
+    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames, the key
+    frames before this one, or under ``Augment.history_drop`` n of the last n + 1. Where the scene
+    (or what is present of it) has fewer of them, the first one is repeated with ``has_previous``
+    False (where there is none, the frame itself, whose own ``has_previous`` is then False), and so
+    is the oldest entry in every other case: nothing in the queue precedes it. A temporal model that
+    starts afresh wherever ``has_previous`` is False thus gets exactly the frames there are, never
+    those of another scene, and batches stack.
 
     Attributes:
         tokens: sample tokens, in order.
@@ -184,6 +190,10 @@ class FrameSource:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def scene_sizes(self) -> tuple[int, ...]:
+        """Samples of each scene, in order."""
+        return tuple(len(list(group)) for _, group in groupby(self.tokens, self.index.scene))
+
     def with_tokens(self, tokens: Sequence[str]) -> "FrameSource":
         """The same samples in another order, some of them left out or repeated. A repeated sample
         is augmented anew at each of its positions."""
@@ -197,14 +207,11 @@ class FrameSource:
         augmented_from_lidar = np.eye(4) if self.augment is None else draw_bev(self.augment, rng)
         sample = self.index.sample(self.tokens[position])
         maps = self._draw_images(sample, rng)
-        chain = [sample]  # oldest first
-        while len(chain) <= self.inputs.history and chain[0].previous in self._kept:
-            chain.insert(0, self.index.sample(chain[0].previous))
+        place = (self.seed, epoch, position)
+        chain = self._queue(sample, draw_steps(self.augment, self.inputs.history, place))
         before = chain[-2] if len(chain) > 1 else None
-        if (
-            before is None and sample.previous in self._kept
-        ):  # no queue, but the change of pose counts
-            before = self.index.sample(sample.previous)
+        if not self.inputs.history and sample.previous in self._kept:
+            before = self.index.sample(sample.previous)  # no queue, but the change of pose counts
         current = self._build(sample, before, augmented_from_lidar, maps, self.with_targets)
         if self.paster is not None:
             present = self._annotated(sample, augmented_from_lidar @ _lidar_from_global(sample))
@@ -217,11 +224,29 @@ class FrameSource:
         ]
         if not past:
             past = [replace(current, batch=replace(current.batch, targets=None))]
-        past = [past[0]] * (self.inputs.history - len(past)) + past
-        mask = None
         if self.augment is not None and self.inputs.camera is not None:
-            mask = draw_mask(self.augment, self.inputs.camera.size, [self.seed, epoch, position])
-        return replace(current, history=tuple(past[: self.inputs.history]), mask=mask)
+            camera, num_frames = self.inputs.camera, len(past) + 1
+            mask = draw_mask(self.augment, camera.size, place)
+            colours = draw_colours(self.augment, num_frames, len(camera.channels), place)
+            current = replace(current, mask=mask, colours=colours[0])
+            past = [
+                replace(member, colours=changes)
+                for member, changes in zip(past, reversed(colours[1:]), strict=True)
+            ]
+        past = [past[0]] * (self.inputs.history - len(past)) + past
+        return replace(current, history=tuple(past[: self.inputs.history]))
+
+    def _queue(self, sample: Sample, steps: set[int]) -> list[Sample]:
+        """A sample behind those that lie so many steps back, as far as there are any; oldest
+        first."""
+        queue, member = [sample], sample
+        for step in range(1, max(steps, default=0) + 1):
+            if member.previous not in self._kept:
+                break
+            member = self.index.sample(member.previous)
+            if step in steps:
+                queue.insert(0, member)
+        return queue
 
     def _draw_images(self, sample: Sample, rng: np.random.Generator) -> list[np.ndarray]:
         """``network_from_original`` of each camera; a temporal queue shares them."""
@@ -355,34 +380,11 @@ class FrameSource:
         return boxes[((boxes.centre[:, :2] >= low) & (boxes.centre[:, :2] < high)).all(dim=-1)]
 
     def _annotated(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
-        """``(M,)`` all boxes; those of no class or with too few points have the label -1."""
-        boxes = sample.annotations
-        label = np.array(
-            [_position(self.classes, name) for name in boxes.detection], dtype=np.int64
-        )
-        label[boxes.num_lidar_pts + boxes.num_radar_pts < self.min_points] = -1
-        linear = lidar_from_global[:3, :3]
-        scale = abs(np.linalg.det(linear)) ** (1 / 3)
-        heading = pose_to_transform(np.pad(boxes.rotation, ((0, 0), (3, 0))))[:, :3, 0] @ linear.T
-        # As in the published code the vertical velocity is dropped BEFORE the rotation.
-        velocity = boxes.velocity * (1, 1, 0) @ linear.T
-        centre = boxes.centre @ linear.T + lidar_from_global[:3, 3]
-        return Boxes3D(
-            centre=torch.from_numpy(centre).float(),
-            size=torch.from_numpy(boxes.size * scale).float(),
-            yaw=wrap_angle(torch.from_numpy(np.arctan2(heading[:, 1], heading[:, 0]))).float(),
-            velocity=torch.from_numpy(velocity[:, :2].copy()).float(),
-            label=torch.from_numpy(label),
-            valid=torch.ones(len(label), dtype=torch.bool),
-        )
+        return boxes_of(sample.annotations, lidar_from_global, self.classes, self.min_points)
 
 
 def _lidar_from_global(sample: Sample) -> np.ndarray:
     return np.linalg.inv(global_from_lidar_of(sample))
-
-
-def _position(classes: tuple[str, ...], name: str) -> int:
-    return classes.index(name) if name in classes else -1
 
 
 def _tensor(matrix: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -118,6 +118,12 @@ class Index:
             can_bus=np.array(batch.column("can_bus")[row].as_py()),
         )
 
+    def scene(self, token: str) -> str:
+        """The scene token of a key frame. Raises KeyError for a token that is not here."""
+        number, row = divmod(self._rows[token], _ROWS_PER_BATCH)
+        scene: str = self._batches[number].column("scene_token")[row].as_py()
+        return scene
+
     def split(self, name: str) -> list[str]:
         """Sample tokens of a split: official, mini or custom, in the order of :attr:`tokens`.
 

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from bev_lightning.data.augment import rotate_image
 from bev_lightning.data.files import describe, read_bytes, read_lidar_file, read_radar_file
 from bev_lightning.data.frame import Frame, FrameSource, ImageSource, LidarSource, RadarSource
-from bev_lightning.data.stream import Schedule
+from bev_lightning.data.photometric import distort_images
+from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
 from bev_lightning.structures import (
     Batch,
@@ -162,6 +163,8 @@ def assemble(frame: Frame, inputs: Inputs) -> Batch:
             images = normalise_images(
                 np.stack([read_image(s) for s in frame.images]), inputs.camera
             )
+            if frame.colours:
+                distort_images(frame.colours, images, inputs.camera)
             if frame.mask is not None:
                 frame.mask.hide(images)
             batch = replace(batch, cameras=Cameras(images[None], frame.image_from_lidar))
@@ -236,9 +239,7 @@ class TorchLoader:
         self.start_method = start_method
         self.skipped: dict[str, str] = {}
 
-    def open(
-        self, frames: FrameSource, schedule: Schedule, start: int, stop: int
-    ) -> Iterator[Batch]:
+    def open(self, frames: FrameSource, schedule: Places, start: int, stop: int) -> Iterator[Batch]:
         """Batches ``start`` .. ``stop - 1`` of the schedule, in order.
 
         Raises:
@@ -301,7 +302,7 @@ class _Positions(Dataset["_Result | _Failure"]):
 
 @dataclass(frozen=True)
 class _Places:
-    schedule: Schedule
+    schedule: Places
     start: int
     stop: int
 

@@ -1,11 +1,13 @@
 """One key frame as the index holds it: the tables' own values, in the tables' own frames."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation
+from bev_lightning.structures import Boxes3D
+from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation, wrap_angle
 
 LIDAR = "LIDAR_TOP"
 MAX_SWEEPS = 10
@@ -149,3 +151,38 @@ def can_bus_change(sample: Sample, previous: Sample | None) -> np.ndarray:
         values[:3] = sample.can_bus[:3] - previous.can_bus[:3]
         values[17] = 180.0 - (180.0 - (sample.can_bus[17] - previous.can_bus[17])) % 360.0
     return values
+
+
+def boxes_of(
+    annotations: Annotations,
+    lidar_from_global: np.ndarray,
+    classes: Sequence[str],
+    min_points: int,
+) -> Boxes3D:
+    """``(M,)`` all boxes as the model frame sees them; those of no class or with fewer than
+    ``min_points`` lidar and radar points have the label -1.
+
+    Args:
+        lidar_from_global: ``(4, 4)``, BEV augmentation included.
+        classes: names in the order of the labels.
+    """
+    label = np.array(
+        [classes.index(name) if name in classes else -1 for name in annotations.detection],
+        dtype=np.int64,
+    )
+    label[annotations.num_lidar_pts + annotations.num_radar_pts < min_points] = -1
+    linear = lidar_from_global[:3, :3]
+    scale = abs(np.linalg.det(linear)) ** (1 / 3)
+    poses = np.pad(annotations.rotation, ((0, 0), (3, 0)))
+    heading = pose_to_transform(poses)[:, :3, 0] @ linear.T
+    # As in the published code the vertical velocity is dropped BEFORE the rotation.
+    velocity = annotations.velocity * (1, 1, 0) @ linear.T
+    centre = annotations.centre @ linear.T + lidar_from_global[:3, 3]
+    return Boxes3D(
+        centre=torch.from_numpy(centre).float(),
+        size=torch.from_numpy(annotations.size * scale).float(),
+        yaw=wrap_angle(torch.from_numpy(np.arctan2(heading[:, 1], heading[:, 0]))).float(),
+        velocity=torch.from_numpy(velocity[:, :2].copy()).float(),
+        label=torch.from_numpy(label),
+        valid=torch.ones(len(label), dtype=torch.bool),
+    )

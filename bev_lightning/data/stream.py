@@ -8,7 +8,7 @@ bit, whatever was prefetched, and the same holds for any number of workers.
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,18 +20,34 @@ from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch
 
 
+class Places(Protocol):
+    """Which samples each micro-step reads on this rank: what a loader needs to know of an order."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch at most."""
+        ...
+
+    def batch(self, micro_step: int) -> list[tuple[int, int]]:
+        """``(epoch, position)`` of each sample of a micro-step's batch."""
+        ...
+
+
 class Loader(Protocol):
     """What the stream asks of a loader: batches ``start`` .. ``stop - 1`` of a schedule, in
     order."""
 
     def open(
-        self, frames: FrameSource, schedule: "Schedule", start: int, stop: int
+        self, frames: FrameSource, schedule: Places, start: int, stop: int
     ) -> Iterator[Batch]: ...
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which samples each micro-step reads on this rank.
+    """Training's order: which samples each micro-step reads on this rank.
+
+    The last batch of an epoch is filled from its beginning, so that all batches are full (few
+    samples wrap round as often as needed).
 
     The samples of one global step are dealt out to the ranks like cards, so that the global order
     does not depend on the number of ranks.
@@ -42,10 +58,6 @@ class Schedule:
         rank, world_size: this process among all.
         seed: of the order.
         shuffle: anew each epoch; False keeps the split's order.
-        ragged: False fills the last batch of an epoch from its beginning, so that all batches are
-            full (training; few samples wrap round as often as needed). True leaves it short; a rank
-            for which nothing is left repeats one sample, because every rank must make the same
-            number of steps (evaluation drops repeats by token).
     """
 
     num_samples: int
@@ -54,7 +66,6 @@ class Schedule:
     world_size: int = 1
     seed: int = 0
     shuffle: bool = True
-    ragged: bool = False
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.batch_size < 1 or not 0 <= self.rank < self.world_size:
@@ -72,8 +83,6 @@ class Schedule:
         order = self._order(epoch)
         start = step * self.batch_size * self.world_size + self.rank
         places = [start + i * self.world_size for i in range(self.batch_size)]
-        if self.ragged:
-            places = [p for p in places if p < self.num_samples] or places[:1]
         return [(epoch, int(order[place % self.num_samples])) for place in places]
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -88,6 +97,52 @@ class Schedule:
             )
             object.__setattr__(self, "_remembered", remembered)
         return remembered[1]
+
+
+@dataclass(frozen=True)
+class SceneSchedule:
+    """Evaluation's order: whole scenes to each rank, forward in time.
+
+    A model that remembers the frame before finds it on its own rank. Every rank gets scenes that
+    follow each other, so cut that the longest share is as short as such a cut allows, and makes the
+    number of steps that this share takes. Its last batch may be short; after that it repeats its
+    last sample, behind which nothing comes that could miss the memory of its scene (a rank without
+    scenes: the last sample of the rank before it). A sample's first result counts.
+
+    Attributes:
+        scenes: samples of each scene, in the order of their positions.
+        batch_size: samples of one rank's batch.
+        rank, world_size: this process among all.
+    """
+
+    scenes: tuple[int, ...]
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        scenes = self.scenes and min(self.scenes) > 0
+        if not scenes or self.batch_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"SceneSchedule needs scenes with samples, a batch size and 0 <= rank < world_size,"
+                f" got {self}"
+            )
+        shares = _cut(self.scenes, self.world_size)
+        start = sum(shares[: self.rank])
+        object.__setattr__(self, "_share", range(start, start + shares[self.rank]))
+        object.__setattr__(self, "_num_steps", math.ceil(max(shares) / self.batch_size))
+
+    def __len__(self) -> int:
+        """Batches, the same number on every rank."""
+        num_steps: int = self.__dict__["_num_steps"]
+        return num_steps
+
+    def batch(self, micro_step: int) -> list[tuple[int, int]]:
+        """``(0, position)`` of each sample of the batch of a micro-step, 0 .. len - 1."""
+        share: range = self.__dict__["_share"]
+        start = micro_step * self.batch_size
+        own = share[start : start + self.batch_size] or [share.stop - 1]
+        return [(0, position) for position in own]
 
 
 class BatchStream:
@@ -165,13 +220,13 @@ class BatchStream:
 
 
 class FixedBatches:
-    """Evaluation's iterable: all batches of one epoch of a schedule, from the start each time.
+    """Evaluation's iterable: all batches of its schedule, from the start each time.
 
     Attributes:
         seconds_waited: wall time spent waiting for the loader so far [s].
     """
 
-    def __init__(self, loader: Loader, frames: FrameSource, schedule: Schedule) -> None:
+    def __init__(self, loader: Loader, frames: FrameSource, schedule: SceneSchedule) -> None:
         self.loader = loader
         self.frames = frames
         self.schedule = schedule
@@ -200,6 +255,30 @@ def seed_everything(seed: int, rank: int, micro_step: int) -> None:
     torch.manual_seed(int(words[0]))
     np.random.seed(int(words[1]))  # noqa: NPY002  what third parties draw from
     random.seed(int(words[2]))
+
+
+def _cut(scenes: Sequence[int], num_shares: int) -> list[int]:
+    """Samples of each share when scenes are cut into rows of neighbours, the largest as small as
+    can be; shares at the end may be empty."""
+    low, high = max(scenes), sum(scenes)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_fill(scenes, limit)) <= num_shares:
+            high = limit
+        else:
+            low = limit + 1
+    shares = _fill(scenes, low)
+    return shares + [0] * (num_shares - len(shares))
+
+
+def _fill(scenes: Sequence[int], limit: int) -> list[int]:
+    """Shares that take the next scene as long as they stay within the limit."""
+    shares = [0]
+    for scene in scenes:
+        if shares[-1] + scene > limit:
+            shares.append(0)
+        shares[-1] += scene
+    return shares
 
 
 def _identity(schedule: Schedule) -> dict[str, int]:

@@ -50,9 +50,9 @@ class BEVFormerModule(DetectionModule):
     seen in between, and the ego motion is that since this frame. So a batch may mix scenes, or hold
     several frames of one in any order, and gives what its samples give one by one. The first frame
     of a scene starts afresh, and so does one of which nothing earlier was seen, unless the batch
-    brings its
-    history: then that is used, as in training. Frames must come in the order of time, those of a
-    scene to one process; a batch that brings its history is right in any order.
+    brings its history: then that is used, as in training. Frames must come in the order of time,
+    those of a scene to one process; a batch that brings its history is right in any order. A frame
+    that comes again at once starts afresh, and what comes after it does not notice.
 
     With ``inputs.history`` 0 every frame starts afresh, in training and in evaluation.
 
@@ -149,7 +149,10 @@ class BEVFormerModule(DetectionModule):
 
     def _keep(self, batch: Batch, row: int, bev: Tensor) -> None:
         scene = batch.scene_tokens[row]
-        self._scenes[scene] = _state(batch, row, bev.detach())
+        state = self._scenes.get(scene)
+        # Of a frame that comes again, the map that had the memory of the frame before is kept.
+        if state is None or state.timestamp != int(batch.timestamps[row]):
+            self._scenes[scene] = _state(batch, row, bev.detach())
         self._scenes.move_to_end(scene)
         while len(self._scenes) > MAX_SCENES:
             self._scenes.popitem(last=False)

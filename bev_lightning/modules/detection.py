@@ -110,7 +110,9 @@ class DetectionModule(L.LightningModule):
         if batch.targets is not None:
             terms = self._losses(predictions, batch)
             loss = torch.stack(list(terms.values())).sum()
-            self.log("val/loss", loss, batch_size=batch.size, sync_dist=True)
+            # A rank that is done early repeats a sample, which must not weigh twice.
+            num_new = sum(token not in self.results for token in batch.sample_tokens)
+            self.log("val/loss", loss, batch_size=num_new, sync_dist=True)
         return {"boxes": self._collect(predictions, batch)}
 
     def on_validation_epoch_end(self) -> None:
@@ -140,8 +142,12 @@ class DetectionModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optim is None:
             raise InputError("this module was built without an optimizer; give optim= to train it")
+        # Lightning does not clip under mixed precision where the optimizer unscales by itself.
+        mixed = "mixed" in str(self.trainer.precision)
         optimizer, schedule = self.optim.build(
-            self.named_parameters(), int(self.trainer.estimated_stepping_batches)
+            self.named_parameters(),
+            int(self.trainer.estimated_stepping_batches),
+            fused=not (mixed and self.trainer.gradient_clip_val),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -175,9 +181,10 @@ class DetectionModule(L.LightningModule):
 
     def _collect(self, predictions: Any, batch: Batch) -> Boxes3D:
         boxes = self._detect(predictions, batch)
-        self.results.update(
-            to_entries(boxes, batch.global_from_lidar, batch.sample_tokens, self.classes)
-        )
+        entries = to_entries(boxes, batch.global_from_lidar, batch.sample_tokens, self.classes)
+        # The first result counts: a repeated sample has lost the memory of the frame before.
+        for token, found in entries.items():
+            self.results.setdefault(token, found)
         return boxes
 
     def _detect(self, predictions: Any, batch: Batch) -> Boxes3D:
@@ -193,9 +200,13 @@ class DetectionModule(L.LightningModule):
         return merge_views(views, self.tta.reach)
 
     def _gather(self, results: Entries) -> Entries:
-        """All ranks' results on every rank; a sample that padded two shards counts once."""
+        """All ranks' results on every rank, of a sample that several have the first rank's."""
         if not dist.is_initialized():
             return results
         shards: list[Entries] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(shards, results)
-        return {token: entries for shard in shards for token, entries in shard.items()}
+        gathered: Entries = {}
+        for shard in shards:
+            for token, entries in shard.items():
+                gathered.setdefault(token, entries)
+        return gathered

@@ -106,7 +106,9 @@ def test_meaning_is_checked_without_a_machine(words: list[str], sentence: str) -
 
 
 def test_evaluation_needs_a_checkpoint() -> None:
-    with pytest.raises(InputError, match="evaluate needs a checkpoint and got nothing; give ckpt=FILE"):
+    with pytest.raises(
+        InputError, match="evaluate needs a checkpoint and got nothing; give ckpt=FILE"
+    ):
         check(load("evaluate"))
 
 
@@ -201,3 +203,42 @@ def test_pasting_is_for_lidar_models() -> None:
         check(load("train", ["data/paste=published"]))
     with pytest.raises(InputError, match="use data/paste=published"):
         check(load("train", ["data.paste=published"]))
+
+
+STILL = {
+    "bev_rotate_deg": [0, 0],
+    "bev_scale": [1, 1],
+    "bev_flip_x": 0,
+    "bev_flip_y": 0,
+    "bev_translate_std_m": [0, 0, 0],
+}
+
+
+def test_the_can_bus_is_not_augmented() -> None:
+    published = load("train", ["model=bevformer_tiny", "data=nuscenes"])
+
+    def check_with(**changes: Any) -> None:
+        cfg = published.copy()
+        for key, value in changes.items():
+            place = "data.augment." if key in STILL else "model.network.encoder."
+            OmegaConf.update(cfg, place + key, value)
+        check(cfg)
+
+    pattern = (
+        r"has motion=can_bus and use_can_bus=true, .*; set data.augment.bev_rotate_deg=\[0,0\] "
+    )
+    with pytest.raises(InputError, match=pattern):
+        check_with()
+    for key in STILL:
+        others = {name: value for name, value in STILL.items() if name != key}
+        with pytest.raises(InputError) as refusal:
+            check_with(**others)
+        assert f"; set data.augment.{key}=" in str(refusal.value)
+        assert not any(name in str(refusal.value) for name in others)
+    with pytest.raises(InputError, match=r"encoder has use_can_bus=true, and"):
+        check_with(motion="pose")
+    check_with(**STILL)
+    check_with(motion="pose", use_can_bus=False)
+    check(load("train", ["model=bevformer_tiny", "data=nuscenes", "data.augment=null"]))
+    # Nothing is augmented there.
+    check(load("evaluate", ["model=bevformer_tiny", "data=nuscenes", "ckpt=a.ckpt"]))

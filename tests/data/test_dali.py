@@ -25,7 +25,7 @@ from bev_lightning.data.dali_source import SlotSource, is_whole_jpeg, plan_pixel
 from bev_lightning.data.frame import FrameSource, ImageSource
 from bev_lightning.data.reader import TorchLoader, read_image
 from bev_lightning.data.sample import Annotations, Readings, Sample
-from bev_lightning.data.stream import BatchStream, Schedule
+from bev_lightning.data.stream import BatchStream, SceneSchedule, Schedule
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Inputs, LidarInput, RadarInput
 
@@ -98,7 +98,7 @@ def test_the_stream_resumes_through_the_loader(frames: FrameSource) -> None:
 
 
 def test_ragged_last_batches_are_short(frames: FrameSource) -> None:
-    schedule = Schedule(NUM_SAMPLES, batch_size=2, shuffle=False, ragged=True)
+    schedule = SceneSchedule((NUM_SAMPLES,), batch_size=2)
     loader = DaliLoader(num_workers=0, device="cpu")
     batches = list(loader.open(frames, schedule, 0, len(schedule)))
     assert [batch.size for batch in batches] == [2, 2, 1]

@@ -115,6 +115,18 @@ def test_predict_has_no_targets(make_data, tmp_path: Path) -> None:
     assert sum(tokens, ()) == ("scene-0103_0", "scene-0103_1", "scene-0103_2")
 
 
+def test_evaluation_reads_no_history(make_data) -> None:
+    inputs = Inputs(camera=CameraInput((32, 64), ("CAM_FRONT", "CAM_BACK")), history=1)
+    data = make_data(inputs=inputs, augment=None, val_split="mini_train")
+    data.setup()
+    assert len(next(iter(data.train_dataloader())).history) == 1
+    for batches in (data.val_dataloader(), data.predict_dataloader()):
+        first, second = batches
+        assert first.history == second.history == ()
+        assert torch.cat([first.has_previous, second.has_previous]).tolist() == [False, True, True]
+        assert first.sample_tokens + second.sample_tokens == data.val_tokens
+
+
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_resumed_run_equals_an_undisturbed_one(make_data, tmp_path: Path, stop: int) -> None:
     torch.manual_seed(0)

@@ -240,6 +240,53 @@ def test_queue_never_leaves_the_scene_and_has_one_augmentation(index: Index) -> 
         np.testing.assert_array_equal(one.network_from_original, two.network_from_original)
 
 
+def test_published_queue_leaves_out_one_of_one_more(make_tree, tmp_path: Path) -> None:
+    """BEVFormer's training: the frames of the queue are drawn from one more than it holds."""
+    scenes = (("scene-0061", 6), ("scene-0103", 2))
+    index = build_index(make_tree(scenes=scenes), VERSION, tmp_path / "cache")
+    inputs = Inputs(camera=CameraInput((32, 64), CAMERAS), history=2)
+
+    def open_frames(**kwargs) -> FrameSource:
+        return FrameSource(index, index.tokens, inputs, CLASSES, augment=Augment(**kwargs), seed=5)
+
+    frames = open_frames(history_drop=True)
+    seen = set()
+    for epoch in range(40):
+        frame = frames.frame(epoch, 5)
+        numbers = [int(past.sample_token[-1]) for past in frame.history]
+        seen.add(tuple(numbers))
+        assert [bool(past.batch.has_previous) for past in frame.history] == [False, True]
+        first, second = (past.batch for past in frame.history)
+        for batch, before in ((frame.batch, second), (second, first)):
+            chained = torch.linalg.inv(batch.global_from_lidar) @ before.global_from_lidar
+            found = batch.lidar_from_previous_lidar.double()
+            torch.testing.assert_close(found, chained, atol=1e-3, rtol=0)
+            driven = (batch.global_from_ego - before.global_from_ego)[0, :2, 3]
+            torch.testing.assert_close(batch.can_bus[0, :2].double(), driven, atol=1e-3, rtol=0)
+    assert seen == {(2, 3), (2, 4), (3, 4)}
+    # Nothing else is drawn anew, and the same place gives the same queue.
+    other, again = open_frames().frame(7, 5), open_frames(history_drop=True).frame(7, 5)
+    frame = frames.frame(7, 5)
+    assert [f.sample_token for f in again.history] == [f.sample_token for f in frame.history]
+    assert torch.equal(other.image_from_lidar, frame.image_from_lidar)
+    assert torch.equal(other.batch.targets.centre, frame.batch.targets.centre)
+    # At the second frame of a scene the one before it may be the one left out.
+    second = [frames.frame(epoch, 7) for epoch in range(40)]
+    assert {f.sample_token[:-2] for frame in second for f in frame.history} == {"scene-0103"}
+    assert {bool(frame.batch.has_previous) for frame in second} == {True, False}
+    for frame in second:
+        alone = frame.history[-1].sample_token == "scene-0103_1"
+        assert bool(frame.batch.has_previous) != alone
+        if alone:
+            assert frame.batch.can_bus[0, [0, 1, 2, 17]].tolist() == [0, 0, 0, 0]
+
+
+def test_scene_sizes(index: Index) -> None:
+    frames = FrameSource(index, index.tokens, EVERYTHING, CLASSES)
+    assert frames.scene_sizes() == (3, 2)
+    assert frames.with_tokens(index.tokens[1:4]).scene_sizes() == (2, 1)
+
+
 real = pytest.mark.skipif(
     "BEV_NUSCENES_DIR" not in os.environ, reason="BEV_NUSCENES_DIR is not set"
 )

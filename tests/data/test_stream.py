@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from bev_lightning.data.stream import BatchStream, FixedBatches, Schedule, seed_everything
+from bev_lightning.data.stream import (
+    BatchStream,
+    FixedBatches,
+    SceneSchedule,
+    Schedule,
+    seed_everything,
+)
 from bev_lightning.errors import InputError
 
 
@@ -53,24 +59,57 @@ def test_global_order_does_not_depend_on_ranks(num_samples: int) -> None:
         assert dealt == one.batch(micro_step)
 
 
-def test_few_samples_wrap_round_in_training_and_stay_short_in_evaluation() -> None:
+def test_few_samples_wrap_round_in_training() -> None:
     full = Schedule(3, 2, 0, 2, shuffle=False)
     assert len(full) == 1 and full.batch(0) == [(0, 0), (0, 2)]
     assert Schedule(3, 2, 1, 2, shuffle=False).batch(0) == [(0, 1), (0, 0)]
     assert Schedule(1, 4, shuffle=False).batch(0) == [(0, 0)] * 4
-    ragged = [Schedule(5, 2, rank, 2, shuffle=False, ragged=True) for rank in range(2)]
-    assert [len(s) for s in ragged] == [2, 2]
-    assert [ragged[0].batch(m) for m in range(2)] == [[(0, 0), (0, 2)], [(0, 4)]]
-    assert [ragged[1].batch(m) for m in range(2)] == [
-        [(0, 1), (0, 3)],
-        [(0, 0)],
-    ]  # a repeat, not a hang
-    assert Schedule(5, 2, shuffle=False, ragged=True).batch(2) == [(0, 4)]
+
+
+def test_evaluation_gives_whole_scenes_to_ranks_in_the_order_of_time() -> None:
+    one = SceneSchedule((3, 2, 4), 2)
+    assert [one.batch(m) for m in range(len(one))] == [
+        [(0, 0), (0, 1)],
+        [(0, 2), (0, 3)],
+        [(0, 4), (0, 5)],
+        [(0, 6), (0, 7)],
+        [(0, 8)],
+    ]
+    two = [SceneSchedule((3, 2, 4), 2, rank, 2) for rank in range(2)]
+    assert [len(s) for s in two] == [3, 3]
+    assert [[p for _, p in two[0].batch(m)] for m in range(3)] == [[0, 1], [2, 3], [4]]
+    # One step too many: the last sample again, so that no rank hangs.
+    assert [[p for _, p in two[1].batch(m)] for m in range(3)] == [[5, 6], [7, 8], [8]]
+    idle = SceneSchedule((3, 2), 2, rank=2, world_size=3)
+    assert len(idle) == 2 and [idle.batch(m) for m in range(2)] == [[(0, 4)]] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_shares_of_evaluation_are_whole_complete_and_balanced(world_size: int) -> None:
+    rng = np.random.default_rng(world_size)
+    scenes = tuple(rng.integers(35, 42, size=20).tolist())
+    scene_of = np.repeat(np.arange(20), scenes)
+    ranks = [SceneSchedule(scenes, 4, rank, world_size) for rank in range(world_size)]
+    assert len({len(schedule) for schedule in ranks}) == 1
+    owner: dict[int, int] = {}
+    for rank, schedule in enumerate(ranks):
+        places = [p for m in range(len(schedule)) for _, p in schedule.batch(m)]
+        assert places == sorted(places)
+        for place in places:
+            owner.setdefault(place, rank)
+    assert sorted(owner) == list(range(sum(scenes)))
+    assert all(len({owner[p] for p in np.flatnonzero(scene_of == s)}) == 1 for s in range(20))
+    # Never a scene more than an even share.
+    assert len(ranks[0]) * 4 <= sum(scenes) / world_size + max(scenes) + 4
 
 
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="rank < world_size"):
         Schedule(3, 1, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="rank < world_size"):
+        SceneSchedule((3,), 1, rank=2, world_size=2)
+    with pytest.raises(ValueError, match="scenes with samples"):
+        SceneSchedule((), 1)
 
 
 def test_stream_goes_on_where_it_stopped() -> None:
@@ -120,7 +159,7 @@ def test_another_order_is_refused() -> None:
 
 
 def test_waiting_is_counted_and_evaluation_starts_afresh() -> None:
-    fixed = FixedBatches(Echo(), None, Schedule(3, 2, shuffle=False, ragged=True))
+    fixed = FixedBatches(Echo(), None, SceneSchedule((3,), 2))
     assert len(fixed) == 2
     assert [[p for _, p in b.places] for b in fixed] == [[0, 1], [2]]
     assert [[p for _, p in b.places] for b in fixed] == [[0, 1], [2]]

@@ -7,8 +7,10 @@ from dataclasses import replace
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from bev_lightning.data.stream import SceneSchedule
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.bevformer_head import BEVFormerHead
@@ -255,6 +257,48 @@ def test_without_history_every_frame_starts_afresh() -> None:
     with torch.no_grad():
         alone = module.network(make_frame("a", 1)).queries.code[-1, 0]
     torch.testing.assert_close(found["a1"], alone)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_processes_together_equal_one(
+    batch_size: int, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank runs its share of the schedule; with three of them, one has no scene."""
+    tokens = [f"{scene}{number}" for scene, length in LENGTHS.items() for number in range(length)]
+    shards = []
+    for rank in range(world_size):
+        schedule = SceneSchedule(tuple(LENGTHS.values()), batch_size, rank, world_size)
+        module = make_module()
+        for step in range(len(schedule)):
+            places = schedule.batch(step)
+            (batch,) = batches(" ".join(tokens[place] for _, place in places))
+            module.validation_step(replace(batch, targets=None), step)
+        shards.append(module.results)
+    assert sum(len(shard) for shard in shards) == len(tokens) + world_size - 2
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), shards)
+    )
+    gathered = module._gather(module.results)
+    alone = make_module()
+    for step, token in enumerate(tokens):
+        alone.validation_step(replace(make_frame(token[0], int(token[1])), targets=None), step)
+    assert list(gathered) == list(alone.results) == tokens
+    for token in tokens:
+        for one, two in zip(gathered[token], alone.results[token], strict=True):
+            assert one["detection_name"] == two["detection_name"]
+            for key in ("translation", "velocity", "detection_score"):
+                assert one[key] == pytest.approx(two[key], abs=1e-4)
+
+
+def test_a_frame_again_changes_nothing_for_the_next() -> None:
+    module = make_module()
+    wanted = detect(module, batches("a0", "a1", "a2"))["a2"]
+    module.forget()
+    found = detect(module, batches("a0", "a1", "a1", "a2"))["a2"]
+    torch.testing.assert_close(found, wanted)
 
 
 def test_old_scenes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
