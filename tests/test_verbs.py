@@ -106,12 +106,11 @@ def test_two_processes_end_with_the_same_weights(folder: Path, trained: Path):
 
 
 def test_sweep_makes_one_folder_and_one_config_a_job(folder: Path, trained: Path):
-    process = run(
-        folder, "train", "-m", *TINY, "accumulation=1,2", "trainer.max_steps=1", "logger=none"
-    )
+    axes = ["precision=32,bf16", "accumulation=1,2"]
+    process = run(folder, "train", "-m", *TINY, *axes, "trainer.max_steps=1", "logger=none")
     place = results_of(folder, process)
     jobs = sorted(path for path in place.iterdir() if path.is_dir())
-    assert [job.name for job in jobs] == ["0", "1"]
+    assert [job.name for job in jobs] == ["0", "1", "2", "3"]
     for job in jobs:
         assert (job / "config.yaml").exists() and (job / "score.json").exists()
 

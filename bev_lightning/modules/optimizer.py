@@ -87,9 +87,17 @@ class AdamW:
         return found
 
     def build(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], num_steps: int
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        num_steps: int,
+        fused: bool = True,
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
         """The optimizer over the parameters that take gradients, its schedule for ``num_steps``.
+
+        Args:
+            named_parameters: of the module.
+            num_steps: optimizer steps of the whole training.
+            fused: one kernel for all parameters; it also unscales float16 gradients.
 
         Raises:
             InputError: no parameter is left to train, or a multiplier's pattern fits none.
@@ -116,6 +124,6 @@ class AdamW:
             ],
             lr=self.lr,
             betas=(self.betas[0], self.betas[1]),
-            fused=True,
+            fused=fused,
         )
         return optimizer, LambdaLR(optimizer, lambda step: self.factor(step, num_steps))
