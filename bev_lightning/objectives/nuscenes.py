@@ -29,6 +29,11 @@ ERRORS = {
 }
 """The devkit's names of the true-positive errors, and ours."""
 
+_TABLES = (
+    *("category", "attribute", "visibility", "instance", "sensor", "calibrated_sensor"),
+    *("ego_pose", "log", "scene", "sample", "sample_data", "sample_annotation", "map"),
+)
+
 _MEANINGLESS = {
     "traffic_cone": ("orient_err", "vel_err", "attr_err"),
     "barrier": ("vel_err", "attr_err"),
@@ -208,7 +213,8 @@ class NuScenesEvaluator:
                 f"{missing[0]}, are not in the tables {self.root / self.version}; set data.root "
                 "and data.version to the tree they were taken from"
             )
-        outside = [token for token in results if token not in set(tokens)]
+        asked = set(tokens)
+        outside = [token for token in results if token not in asked]
         if outside:
             raise InputError(
                 f"{len(outside)} of the {len(results)} predicted samples are not evaluated: the "
@@ -223,19 +229,38 @@ def _none_if_nan(value: float) -> float | None:
 
 @lru_cache(maxsize=2)
 def _load_tables(root: str, version: str) -> Any:
-    """The devkit's ``NuScenes``; for the full set this takes about 1.5 minutes and 8 GiB.
+    """The devkit's ``NuScenes`` without maps; for the full set this takes about 1.5 minutes and
+    8 GiB.
+
+    ``NuScenes`` itself opens the map masks and reads the lidarseg tables, files that the metric
+    does not need and that a partial download lacks.
 
     Raises:
-        InputError: there are no such tables.
+        InputError: there are no such tables, or one of them is missing or broken.
     """
-    if not (Path(root) / version / "sample.json").is_file():
+    folder = Path(root) / version
+    if not (folder / "sample.json").is_file():
         raise InputError(
-            f"{Path(root) / version} holds no nuScenes tables; set data.root and data.version to a "
-            "folder that does"
+            f"{folder} holds no nuScenes tables; set data.root and data.version to a folder that "
+            "does"
         )
     from nuscenes import NuScenes
 
-    return NuScenes(version=version, dataroot=root, verbose=False)
+    class Tables(NuScenes):
+        def __init__(self) -> None:
+            self.version, self.dataroot, self.verbose = version, root, False
+            self.table_names = list(_TABLES)
+            for name in _TABLES:
+                setattr(self, name, self.__load_table__(name))
+            self.__make_reverse_index__(False)
+
+    try:
+        return Tables()
+    except (OSError, ValueError, LookupError) as error:
+        raise InputError(
+            f"the tables in {folder} cannot be read ({type(error).__name__}: {error}); download "
+            "the metadata again"
+        ) from None
 
 
 def _load_truth(tables: Any, tokens: Iterable[str]) -> Any:

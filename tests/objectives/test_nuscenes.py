@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -244,6 +245,20 @@ def test_ground_truth_as_prediction_is_perfect_where_there_is_ground_truth(tree:
     assert scores.mAP_present == pytest.approx(1.0)
     assert scores.errors["car"]["ATE"] == pytest.approx(0.0, abs=1e-9)
     assert scores.errors["car"]["AAE"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_neither_map_masks_nor_lidarseg_are_read(tree: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(tree / "v1.0-mini", bare / "v1.0-mini")
+    (bare / "v1.0-mini" / "lidarseg.json").write_text("[{}]")  # its folder is not there either
+    results = disturb(val_only(truth_entries(tree)), 0)
+    want, found = (NuScenesEvaluator(r, "v1.0-mini", CLASSES) for r in (tree, bare))
+    assert found.evaluate(results, VAL) == want.evaluate(results, VAL)
+
+    (bare / "v1.0-mini" / "log.json").write_text("[")
+    again = bare.rename(tmp_path / "broken")
+    with pytest.raises(InputError, match=r"broken/v1.0-mini cannot be read \(JSONDecodeError"):
+        NuScenesEvaluator(again, "v1.0-mini", CLASSES).evaluate(results, VAL)
 
 
 def test_means_go_over_the_classes_of_the_model(tree: Path) -> None:
