@@ -59,7 +59,8 @@ class TestTimeAugmentation:
 
 
 def view_batch(batch: Batch, view_from_lidar: Tensor) -> Batch:
-    """The same samples in another model frame, without targets and earlier frames.
+    """The same samples in another model frame, without targets and earlier frames; in float32
+    whatever autocast says.
 
     Args:
         view_from_lidar: ``(4, 4)`` rotation about z, with or without a mirror.
@@ -67,15 +68,17 @@ def view_batch(batch: Batch, view_from_lidar: Tensor) -> Batch:
     matrix = view_from_lidar.to(batch.global_from_lidar.device)
     inverse = torch.linalg.inv(matrix)
     cameras, points, radar = batch.cameras, batch.points, batch.radar
-    if cameras is not None:
-        cameras = Cameras(cameras.images, cameras.image_from_lidar @ inverse)
-    if points is not None:
-        points = Points(_move(points.features, matrix), points.count)
-    if radar is not None:
-        features = _move(radar.features, matrix)
-        velocity = features[..., 4:6] @ matrix[:2, :2].T
-        features = torch.cat([features[..., :4], velocity, features[..., 6:]], dim=-1)
-        radar = Radar(features, radar.count)
+    with torch.autocast(matrix.device.type, enabled=False):
+        previous = matrix @ batch.lidar_from_previous_lidar @ inverse
+        if cameras is not None:
+            cameras = Cameras(cameras.images, cameras.image_from_lidar @ inverse)
+        if points is not None:
+            points = Points(_move(points.features, matrix), points.count)
+        if radar is not None:
+            features = _move(radar.features, matrix)
+            velocity = features[..., 4:6] @ matrix[:2, :2].T
+            features = torch.cat([features[..., :4], velocity, features[..., 6:]], dim=-1)
+            radar = Radar(features, radar.count)
     return replace(
         batch,
         cameras=cameras,
@@ -84,7 +87,7 @@ def view_batch(batch: Batch, view_from_lidar: Tensor) -> Batch:
         targets=None,
         history=(),
         global_from_lidar=batch.global_from_lidar @ inverse.double(),
-        lidar_from_previous_lidar=matrix @ batch.lidar_from_previous_lidar @ inverse,
+        lidar_from_previous_lidar=previous,
     )
 
 
@@ -94,8 +97,10 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     The strongest box of a neighbourhood (same class, centres within its reach) stands for it: its
     centre, size and velocity become the means of the neighbourhood weighted by score, its yaw the
     mean of those within 90 degrees of its own. Its score is the mean over the views of the best
-    score each has there, 0 for a view that sees nothing: what one view alone sees sinks.
+    score each has there, 0 for a view that sees nothing: what one view alone sees sinks. In float32
+    whatever autocast says.
     """
+    views = [view.to(dtype=torch.float32) for view in views]
     columns = {
         name: torch.cat([getattr(view, name) for view in views], dim=1)
         for name in ("centre", "size", "yaw", "velocity", "label", "valid", "score")
@@ -104,7 +109,7 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     score = columns["score"] * boxes.valid
     radius = (reach * boxes.size[..., :2].mean(-1)).clamp(0.3, 2.0)
     keep = circle_nms(boxes.centre[..., :2], score, radius, boxes.label, boxes.valid)
-    distance = torch.cdist(boxes.centre[..., :2].float(), boxes.centre[..., :2].float())
+    distance = torch.cdist(boxes.centre[..., :2], boxes.centre[..., :2])
     near = (distance <= radius.unsqueeze(-1)) & (
         boxes.label.unsqueeze(-1) == boxes.label.unsqueeze(-2)
     )
@@ -115,11 +120,13 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     agrees = weight * (turned.abs() <= math.pi / 2)
     turn = (agrees * turned).sum(-1) / agrees.sum(-1).clamp(min=1e-12)
     by_view = weight.unflatten(-1, (len(views), -1)).amax(-1)
+    with torch.autocast(weight.device.type, enabled=False):
+        mean = weight @ torch.cat([boxes.centre, boxes.size, boxes.velocity], dim=-1) / total
     return Boxes3D(
-        centre=weight @ boxes.centre / total,
-        size=weight @ boxes.size / total,
+        centre=mean[..., :3],
+        size=mean[..., 3:6],
         yaw=wrap_angle(boxes.yaw + turn),
-        velocity=weight @ boxes.velocity / total,
+        velocity=mean[..., 6:],
         label=boxes.label,
         valid=keep & (score > 0),
         score=by_view.mean(-1),

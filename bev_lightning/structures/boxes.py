@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_lightning.structures.geometry import apply_transform, wrap_angle
+from bev_lightning.structures.geometry import apply_transform, make_transform, wrap_angle
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,21 @@ class Boxes3D:
         Args:
             dst_from_src: ``(..., 4, 4)``, rotation about z with optional uniform scale or mirroring,
                 and translation; leading dimensions as those of ``valid`` without M.
+
+        Autocast does not reach it.
         """
         linear = dst_from_src[..., :3, :3]
         scale = linear.det().abs().pow(1.0 / 3.0)
+        turn = make_transform(linear, torch.zeros_like(linear[..., 0]))
         heading = torch.stack([self.yaw.cos(), self.yaw.sin(), torch.zeros_like(self.yaw)], dim=-1)
-        heading = heading @ linear.transpose(-1, -2)
+        heading = apply_transform(turn, heading)
         velocity = torch.cat([self.velocity, torch.zeros_like(self.velocity[..., :1])], dim=-1)
         return replace(
             self,
             centre=apply_transform(dst_from_src, self.centre),
             size=self.size * scale[..., None, None],
             yaw=wrap_angle(torch.atan2(heading[..., 1], heading[..., 0])),
-            velocity=(velocity @ linear.transpose(-1, -2))[..., :2],
+            velocity=apply_transform(turn, velocity)[..., :2],
         )
 
     def corners(self) -> Tensor:

@@ -103,6 +103,30 @@ def test_a_perfect_detector_stays_perfect() -> None:
     torch.testing.assert_close(merged.size, plain.size[0])
 
 
+def test_autocast_moves_nothing() -> None:
+    boxes, batch = Perfect().decode(make_batch()), make_batch()
+    view = TestTimeAugmentation(rotate_deg=(30,)).views()[4]
+
+    def run() -> list[torch.Tensor]:
+        seen = view_batch(batch, view)
+        assert seen.cameras is not None and seen.points is not None and seen.radar is not None
+        turned = boxes.transform(view)
+        merged = merge_views([boxes, boxes], reach=0.5)
+        pixels, depth = project(seen.cameras.image_from_lidar[0], seen.points.features[..., :3])
+        return [
+            *(seen.cameras.image_from_lidar, seen.points.features, seen.radar.features),
+            *(seen.lidar_from_previous_lidar, seen.global_from_lidar, pixels, depth),
+            *(turned.centre, turned.size, turned.yaw, turned.velocity),
+            *(merged.centre, merged.size, merged.yaw, merged.velocity, merged.score),
+        ]
+
+    plain = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for want, found in zip(plain, run(), strict=True):
+            assert found.dtype == want.dtype
+            torch.testing.assert_close(found, want, atol=0, rtol=0)
+
+
 def test_neighbours_are_averaged_and_what_one_view_sees_alone_sinks() -> None:
     boxes = Perfect().decode(make_batch())[:, :2]
     other = replace(
