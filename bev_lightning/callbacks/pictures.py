@@ -28,7 +28,7 @@ from bev_lightning.callbacks.drawing import (
     draw_lines,
     project_lines,
 )
-from bev_lightning.structures import Batch, Boxes3D, Cameras
+from bev_lightning.structures import Batch, Boxes3D, CameraInput, Cameras, Inputs
 
 CELL_WIDTH = 480
 """Width of one camera's image in the picture [pixels]."""
@@ -42,11 +42,11 @@ class PredictionPictures(L.Callback):
     """Draw some validation samples, always the same, into TensorBoard and as PNG files.
 
     The samples are spread over the first process' share of the split. ``validation_step`` must
-    return the decoded boxes as ``{"boxes": Boxes3D}``.
+    return the decoded boxes as ``{"boxes": Boxes3D}``; the module's ``inputs`` tell how images
+    were normalised.
 
     Args:
         classes: names in the order of the labels.
-        mean, std: image normalisation on the 0..255 scale.
         num_samples: pictures per validation.
         min_score: predictions below are not drawn.
         radius_m: what the bird's eye view shows to each side [m].
@@ -56,16 +56,12 @@ class PredictionPictures(L.Callback):
     def __init__(
         self,
         classes: Sequence[str],
-        mean: Sequence[float] = (123.675, 116.28, 103.53),
-        std: Sequence[float] = (58.395, 57.12, 57.375),
         num_samples: int = 2,
         min_score: float = 0.2,
         radius_m: float = 55.0,
         folder: str | Path | None = None,
     ) -> None:
         self.classes = tuple(classes)
-        self.mean = tuple(mean)
-        self.std = tuple(std)
         self.num_samples = num_samples
         self.min_score = min_score
         self.radius_m = radius_m
@@ -85,13 +81,13 @@ class PredictionPictures(L.Callback):
         for place, b in self._chosen(
             trainer.num_val_batches[dataloader_idx], batch_idx, batch.size
         ):
+            inputs: Inputs = pl_module.inputs  # type: ignore[assignment]
             picture = draw_sample(
                 batch,
                 b,
                 outputs["boxes"],
                 self.classes,
-                self.mean,
-                self.std,
+                inputs.camera,
                 self.min_score,
                 self.radius_m,
             )
@@ -120,8 +116,7 @@ def draw_sample(
     b: int,
     predictions: Boxes3D | None,
     classes: Sequence[str],
-    mean: Sequence[float] = (123.675, 116.28, 103.53),
-    std: Sequence[float] = (58.395, 57.12, 57.375),
+    camera: CameraInput | None,
     min_score: float = 0.2,
     radius_m: float = 55.0,
 ) -> np.ndarray:
@@ -132,7 +127,8 @@ def draw_sample(
     Args:
         batch: of which the sample ``b`` is drawn.
         predictions: ``(B, M)`` in the model frame; those below ``min_score`` are left out.
-        classes, mean, std, min_score, radius_m: as for :class:`PredictionPictures`.
+        camera: how the images were normalised; None for a model without cameras.
+        classes, min_score, radius_m: as for :class:`PredictionPictures`.
 
     Returns:
         RGB ``(H, W, 3)`` uint8.
@@ -144,9 +140,9 @@ def draw_sample(
     lettering = Lettering()
     top = 0
     rows: list[np.ndarray] = []
-    if batch.cameras is not None:
+    if batch.cameras is not None and camera is not None:
         cameras = Cameras(batch.cameras.images[b].cpu(), batch.cameras.image_from_lidar[b].cpu())
-        mosaic = _draw_cameras(cameras, truth, found, classes, lidar_from_ego, mean, std, lettering)
+        mosaic = _draw_cameras(cameras, truth, found, classes, lidar_from_ego, camera, lettering)
         rows.append(mosaic)
         top = mosaic.shape[0] + GAP
         rows.append(np.full((GAP, WIDTH, 3), BACKGROUND, np.uint8))
@@ -192,8 +188,7 @@ def _draw_cameras(
     found: Boxes3D,
     classes: Sequence[str],
     lidar_from_ego: Tensor,
-    mean: Sequence[float],
-    std: Sequence[float],
+    camera: CameraInput,
     lettering: Lettering,
 ) -> np.ndarray:
     """All cameras of one sample as a mosaic: those that look ahead above, each row from left to
@@ -220,7 +215,7 @@ def _draw_cameras(
     sizes = {"truth": box_vertices(truth), "found": box_vertices(found)}
     for row, members in enumerate(grid):
         for column, i in enumerate(members):
-            image = denormalise(cameras.images[i], mean, std)
+            image = denormalise(cameras.images[i], camera.mean, camera.std)
             interpolation = cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC
             image = cv2.resize(image, cell[::-1], interpolation=interpolation)
             matrix = enlarge @ cameras.image_from_lidar[i].double()

@@ -19,10 +19,11 @@ from bev_lightning.callbacks.pictures import (
     count_found,
     draw_sample,
 )
-from bev_lightning.structures import Batch, Boxes3D, Cameras, Points
+from bev_lightning.structures import Batch, Boxes3D, CameraInput, Cameras, Inputs, Points
 
 CLASSES = ("car", "pedestrian")
 MEAN, STD = (100.0, 110.0, 120.0), (50.0, 51.0, 52.0)
+CAMERA = CameraInput((48, 128), mean=MEAN, std=STD)
 AZIMUTHS = (0.0, -55.0, 55.0, 180.0, 110.0, -110.0)
 """Of the six cameras in nuScenes' order [degrees, counter-clockwise from forward]."""
 
@@ -81,7 +82,7 @@ def make_batch(
 
 
 def draw(batch: Batch, predictions: Boxes3D | None = None) -> np.ndarray:
-    return draw_sample(batch, 0, predictions, CLASSES, MEAN, STD)
+    return draw_sample(batch, 0, predictions, CLASSES, CAMERA)
 
 
 def cell(picture: np.ndarray, row: int, column: int) -> np.ndarray:
@@ -174,6 +175,8 @@ def test_annotations_are_found_once_each() -> None:
 class Module(L.LightningModule):
     """Predicts one car, whatever it sees."""
 
+    inputs = Inputs(camera=CAMERA)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Boxes3D]:
         return {"boxes": boxes((5.0, 10.0), score=0.8)}
 
@@ -206,7 +209,7 @@ def validate(folder: Path, callback: PredictionPictures, num: int) -> None:
 def test_pictures_reach_tensorboard_and_the_run_directory(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    validate(tmp_path, PredictionPictures(CLASSES, MEAN, STD, num_samples=2), num=4)
+    validate(tmp_path, PredictionPictures(CLASSES, num_samples=2), num=4)
     names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert names == ["step_000000_0.png", "step_000000_1.png"]
     # Spread over the split: the first and the third of four.
@@ -221,7 +224,7 @@ def test_pictures_reach_tensorboard_and_the_run_directory(tmp_path: Path) -> Non
 
 
 def test_a_folder_of_ones_own_and_fewer_batches_than_pictures(tmp_path: Path) -> None:
-    validate(tmp_path, PredictionPictures(CLASSES, MEAN, STD, 3, folder=tmp_path / "mine"), num=1)
+    validate(tmp_path, PredictionPictures(CLASSES, 3, folder=tmp_path / "mine"), num=1)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["step_000000_0.png"]
 
 
