@@ -59,6 +59,9 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
             rank_zero_warn("trainer.sync_batchnorm is off: it takes several CUDA processes")
     if arguments["max_epochs"] is None:
         arguments["max_epochs"] = -1
+    # Lightning counts batches here. A validation inside of an accumulation would meet gradients
+    # that are half summed up.
+    arguments["val_check_interval"] *= arguments["accumulate_grad_batches"]
     arguments |= {
         "callbacks": list(_instantiate(cfg.callbacks).values()),
         "logger": list(_instantiate(cfg.logger).values()),
@@ -75,21 +78,51 @@ def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
         InputError: the file is no checkpoint, or its weights are of another model; names what differs.
     """
     stored = read_state(checkpoint)
+    _refuse_other_model(
+        module, stored, checkpoint, "give the model= and the overrides it was trained with"
+    )
+    module.load_state_dict(stored)
+
+
+def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
+    """Look whether a training of the module can go on from a checkpoint.
+
+    Raises:
+        InputError: the file is no checkpoint of a run, or of a run of another model; names what
+            differs.
+    """
+    import torch
+
+    stored = read_state(checkpoint)
+    mend = f"use init_from={checkpoint} to start a new training from the weights that fit"
+    content = {}
+    if Path(checkpoint).suffix != ".safetensors":
+        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    lacks = [name for name in ("optimizer_states", "lr_schedulers", "loops") if name not in content]
+    if lacks:
+        raise InputError(
+            f"resume={checkpoint} holds weights but not the state of a training (no "
+            f"{', '.join(lacks)}); {mend}, or give the last.ckpt of a run"
+        )
+    _refuse_other_model(module, stored, f"resume={checkpoint}", mend)
+
+
+def _refuse_other_model(
+    module: "DetectionModule", stored: Mapping[str, Any], name: str | Path, mend: str
+) -> None:
     own = module.state_dict()
-    missing = [name for name in own if name not in stored]
-    unexpected = [name for name in stored if name not in own]
+    missing = [key for key in own if key not in stored]
+    unexpected = [key for key in stored if key not in own]
     reshaped = [
-        f"{name} {tuple(stored[name].shape)} for {tuple(value.shape)}"
-        for name, value in own.items()
-        if name in stored and stored[name].shape != value.shape
+        f"{key} {tuple(stored[key].shape)} for {tuple(value.shape)}"
+        for key, value in own.items()
+        if key in stored and stored[key].shape != value.shape
     ]
     if missing or unexpected or reshaped:
         raise InputError(
-            f"{checkpoint} holds the weights of another model: {_list('missing', missing)}, "
-            f"{_list('unexpected', unexpected)}, {_list('of another shape', reshaped)}; give the model= and "
-            "the overrides it was trained with"
+            f"{name} holds the weights of another model: {_list('missing', missing)}, "
+            f"{_list('unexpected', unexpected)}, {_list('of another shape', reshaped)}; {mend}"
         )
-    module.load_state_dict(stored)
 
 
 def load_matching_weights(

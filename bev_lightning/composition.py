@@ -32,6 +32,15 @@ _TRAINING_ONLY = re.compile(
     r"(trainer|hardware|precision|accumulation|strategy|loader|callbacks|logger|debug|sweep|paths|hydra"
     r"|local|ckpt|init_from|resume|source|to|names|strict)([./@]|$)"
 )
+# A training that is resumed keeps all of its words but where it ran and what it began with.
+_ONE_RUN_ONLY = re.compile(r"(paths|hydra|sweep|init_from|resume)([./@]|$)")
+# The axes of the machine, and the key that each of them writes for the training.
+_AXES = {
+    "hardware": "trainer.accelerator",
+    "precision": "trainer.precision",
+    "accumulation": "trainer.accumulate_grad_batches",
+    "strategy": "trainer.strategy",
+}
 
 
 @dataclass(frozen=True)
@@ -65,16 +74,23 @@ def quote_choices(argv: Sequence[str]) -> list[str]:
 
 def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = None) -> Job:
     """Compose one run; a ``ckpt``, or the ``source`` of a conversion, brings the words its model
-    was trained with, below ``overrides``.
+    was trained with, below ``overrides``, and ``resume`` all words of its run.
 
     Raises:
         InputError: one sentence for whatever Hydra refuses.
     """
     words = quote_choices(overrides)
     cfg = _compose(verb, words, extra_dir)
-    ckpt = OmegaConf.select(cfg, "ckpt") or OmegaConf.select(cfg, "source")
+    resume = OmegaConf.select(cfg, "resume")
+    ckpt = resume or OmegaConf.select(cfg, "ckpt") or OmegaConf.select(cfg, "source")
     if ckpt and Path(str(ckpt)).is_file():
-        words = merge_overrides(read_overrides(Path(str(ckpt))), words)
+        stored = read_overrides(Path(str(ckpt)))
+        kept = merge_overrides(stored, words, resumes=bool(resume))
+        kept = kept[: len(kept) - len(words)]
+        if not resume and any(_key(word) == "experiment" for word in kept):
+            # It names the machine of the training too.
+            kept += _say_axes(cfg, words)
+        words = [*kept, *words]
         cfg = _compose(verb, words, extra_dir)
     return Job(words, cfg)
 
@@ -117,14 +133,22 @@ def compose_jobs(
     return True, [compose_job(verb, words, extra_dir) for words in split]
 
 
-def merge_overrides(stored: Sequence[str], given: Sequence[str]) -> list[str]:
-    """A checkpoint's words that concern its model and data, then the command line's, which win."""
+def merge_overrides(
+    stored: Sequence[str], given: Sequence[str], resumes: bool = False
+) -> list[str]:
+    """A checkpoint's words that concern its model and data, then the command line's, which win.
+
+    Args:
+        resumes: keep the words of the training too.
+    """
     keys = {_key(word) for word in given}
     groups = {key for key in keys if "." not in key}
+    keys |= {written for group, written in _AXES.items() if group in groups}
+    left_out = _ONE_RUN_ONLY if resumes else _TRAINING_ONLY
     kept = [
         word
         for word in stored
-        if not _TRAINING_ONLY.match(_key(word))
+        if not left_out.match(_key(word))
         and _key(word) not in keys
         and _key(word).partition(".")[0] not in groups
     ]
@@ -156,6 +180,18 @@ def read_overrides(checkpoint: Path) -> list[str]:
         ValueError,
     ):
         return []
+
+
+def _say_axes(cfg: DictConfig, words: Sequence[str]) -> list[str]:
+    """Words for the machine's axes as a composition has them, but those that ``words`` give."""
+    given = {_key(word) for word in words}
+    choices = OmegaConf.select(cfg, "hydra.runtime.choices") or {}
+    said = [f"{axis}={choices[axis]}" for axis in _AXES if axis in choices and axis not in given]
+    for key in ("hardware.nodes", "hardware.devices"):
+        value = OmegaConf.select(cfg, key)
+        if value is not None and key not in given:
+            said.append(f"{key}={value}")
+    return quote_choices(said)
 
 
 class _hydra:

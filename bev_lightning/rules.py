@@ -1,5 +1,6 @@
 """What a configuration may mean, and what ``auto`` means on a machine; refusals say the mend."""
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from bev_lightning.errors import InputError
 
 _PRECISIONS = ("auto", "32-true", "16-mixed", "bf16-mixed", "fp8")
 _EXAMPLE = "outputs/train/RUN/checkpoints/best.ckpt"
-# Key, type, smallest value; None stands for "not set" and is left alone.
+# Key, type, smallest value.
 _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("seed", int, 0),
     ("hardware.nodes", int, 1),
@@ -32,6 +33,9 @@ _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("loader.num_workers", int, 0),
     ("loader.prefetch", int, 1),
 )
+_AUTO = ("hardware.devices", "loader.num_workers", "data.num_workers")
+# null stands for something there.
+_NULLABLE = ("trainer.max_epochs", "trainer.gradient_clip_val", "trainer.limit_val_batches")
 # BEV augmentation that leaves scenes as they are.
 _STILL: dict[str, Any] = {
     "bev_rotate_deg": [0, 0],
@@ -84,10 +88,8 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
     if root is None or _get(cfg, "data.synthetic") is not None:
         return
     if not Path(str(root)).is_dir():
-        raise InputError(
-            f"data.root={root} does not exist; set data.root to the folder that holds {version}/ "
-            "and samples/, or use data=synthetic"
-        )
+        mend = f"set data.root to the folder that holds {version}/ and samples/, or use data=synthetic"
+        raise InputError(f"data.root={root} does not exist; {mend}")
     if not (Path(str(root)) / str(version)).is_dir():
         found = sorted(path.name for path in Path(str(root)).glob("v*.*") if path.is_dir())
         mend = f"set data.version={found[0]}" if found else "set data.root to a nuScenes data set"
@@ -179,16 +181,19 @@ def _get(cfg: DictConfig, key: str) -> Any:
 
 def _check_numbers(cfg: DictConfig) -> None:
     for key, kind, smallest in _NUMBERS:
-        value = _get(cfg, key)
-        if value is None or value == "auto":
+        value = OmegaConf.select(cfg, key, default="absent")
+        if value == "absent" or (value == "auto" and key in _AUTO):
+            continue
+        if value is None and key in _NULLABLE:
             continue
         word = "a whole number" if kind is int else "a number"
         numeric = isinstance(value, int if kind is int else (int, float)) and not isinstance(
             value, bool
         )
-        if not numeric or value < smallest:
+        if not numeric or not smallest <= value < math.inf:
+            said = "null" if value is None else value
             raise InputError(
-                f"{key}={value} must be {word} of at least {smallest:g}; set {key} anew"
+                f"{key}={said} must be {word} of at least {smallest:g}; set {key} anew"
             )
 
 
@@ -234,13 +239,18 @@ def _check_length(cfg: DictConfig) -> None:
     if _get(cfg, "verb") != "train":
         return
     steps, epochs = _get(cfg, "trainer.max_steps"), _get(cfg, "trainer.max_epochs")
-    if (steps is None or steps <= 0) and (epochs is None or epochs <= 0):
+    if steps <= 0 and (epochs is None or epochs <= 0):
         raise InputError(
             f"trainer.max_steps={steps} and trainer.max_epochs={epochs} leave nothing to train; "
             "set one of them to a positive number"
         )
+    if steps > 0 and epochs is not None and epochs > 0:
+        raise InputError(
+            f"trainer.max_steps={steps} and trainer.max_epochs={epochs} both end the training; set "
+            "trainer.max_steps=-1 to train whole epochs, or trainer.max_epochs=-1"
+        )
     lr = _get(cfg, "optim.lr")
-    if not isinstance(lr, (int, float)) or lr <= 0:
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
         raise InputError(f"optim.lr={lr} must be a positive number; set optim.lr, for example 1e-3")
 
 
@@ -351,6 +361,11 @@ def _check_conversion(cfg: DictConfig) -> None:
             raise InputError(f"{key}={_get(cfg, key)} is unknown; use {key}={possible}")
 
 
+def _profile_devices(choice: str) -> Any:
+    path = config_dir() / "hardware" / f"{choice}.yaml"
+    return OmegaConf.load(path).hardware.devices if path.is_file() else None
+
+
 def _check_cards(cfg: DictConfig, machine: Machine) -> None:
     if _get(cfg, "trainer.accelerator") not in ("gpu", "auto"):
         return
@@ -359,9 +374,11 @@ def _check_cards(cfg: DictConfig, machine: Machine) -> None:
     if devices == "auto" or (on_auto and machine.num_cuda_devices == 0):
         return
     choice = _get(cfg, "hydra.runtime.choices.hardware")
-    name = f"hardware={choice}" if choice and not on_auto else f"hardware.devices={devices}"
+    by_choice = choice and not on_auto and devices == _profile_devices(str(choice))
+    name = f"hardware={choice}" if by_choice else f"hardware.devices={devices}"
+    auto, one = ("", "") if by_choice else (" hardware.devices=auto", " hardware.devices=1")
     verb = _get(cfg, "verb")
-    mend = f"use hardware=auto, or python -m bev_lightning.{verb} ... hardware=cpu"
+    mend = f"use hardware=auto{auto}, or python -m bev_lightning.{verb} ... hardware=cpu{one}"
     if machine.num_cuda_devices < devices:
         plural = "" if devices == 1 else "s"
         raise InputError(

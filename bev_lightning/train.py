@@ -1,69 +1,134 @@
 """Trains a detector: ``python -m bev_lightning.train [GROUP=CHOICE ...] [KEY=VALUE ...]``."""
 
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from bev_lightning.config import entry
 
+if TYPE_CHECKING:
+    import lightning as L
+
 
 @entry("train")
 def main(cfg: DictConfig) -> float | None:
-    """Train, validate, and leave checkpoints and score.json in the run directory; returns NDS."""
+    """Train, validate, and leave checkpoints and score.json in the run directory; returns NDS.
+
+    score.json also tells of a training that failed or was interrupted, without scores.
+    """
     import time
     from pathlib import Path
+
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     from bev_lightning.assembly import (
         build_data,
         build_module,
         build_trainer,
+        check_resume,
         load_backbones,
         load_matching_weights,
         write_json,
     )
-    from bev_lightning.callbacks.monitor import SpeedMonitor
 
+    first = not getattr(rank_zero_only, "rank", 0)
     began = time.perf_counter()
-    data, module, trainer = build_data(cfg), build_module(cfg), build_trainer(cfg)
-    if cfg.resume is None:
-        load_backbones(module)
-    if cfg.init_from is not None:
-        _report(load_matching_weights(module, cfg.init_from), cfg.init_from)
-    trainer.fit(module, datamodule=data, ckpt_path=cfg.resume, weights_only=True)
-    status = "interrupted" if trainer.interrupted else "finished"
-    if status == "finished" and module.scored_step != trainer.global_step:
-        # The last step was none of trainer.val_check_interval's.
-        trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
-        _keep_if_best(trainer, module)
-    if not trainer.is_global_zero:
-        return None
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    speed = next((c for c in callbacks if isinstance(c, SpeedMonitor)), None)
-    scores = module.scores.to_dict() if module.scores else {}
-    write_json(
-        Path(cfg.paths.run) / "score.json",
-        {
-            **scores,
-            "steps": trainer.global_step,
-            "samples_per_s": round(speed.samples_per_s * trainer.world_size, 2) if speed else None,
-            "data_wait_share": round(speed.data_wait_share, 3) if speed else None,
-            "wall_s": round(time.perf_counter() - began, 1),
-            "status": status,
-        },
-    )
-    if module.scores is None:
+    trainer, module, status = None, None, "failed"
+    try:
+        data, module, trainer = build_data(cfg), build_module(cfg), build_trainer(cfg)
+        if cfg.resume is not None:
+            check_resume(module, cfg.resume)
+        else:
+            load_backbones(module)
+        if cfg.init_from is not None:
+            _report(load_matching_weights(module, cfg.init_from), cfg.init_from)
+        fit(trainer, module, data, cfg.resume)
+        status = "finished"
+    except (KeyboardInterrupt, SystemExit) as end:
+        # Lightning makes a SystemExit of Ctrl-C.
+        if isinstance(end, SystemExit) and not (trainer and trainer.interrupted):
+            raise
+        status = "interrupted"
+        if first:
+            print(_tell_interrupt(trainer), file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+    finally:
+        if first:
+            result = summarize(trainer, module, status)
+            result["wall_s"] = round(time.perf_counter() - began, 1)
+            write_json(Path(cfg.paths.run) / "score.json", result)
+    if not trainer.is_global_zero or module.scores is None:
         return None
     print(module.scores)
     return module.scores.NDS
 
 
-def _keep_if_best(trainer: Any, module: Any) -> None:
+def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume: Any) -> None:
+    """Train, and validate what no validation of the training has seen.
+
+    Raises:
+        InputError: the device has not the memory; says what takes less.
+    """
+    import torch
+
+    from bev_lightning.callbacks.health import FiniteLoss, explain_memory
+    from bev_lightning.errors import InputError
+
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+        if module.scored_step != trainer.global_step:
+            # The last step was none of trainer.val_check_interval's.
+            trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
+            _keep_if_best(trainer, module)
+    except torch.OutOfMemoryError as error:
+        watch = _find(trainer, FiniteLoss)
+        tokens, validates = (watch.sample_tokens, watch.validates) if watch else ((), False)
+        raise InputError(explain_memory(str(error), tokens, validates)) from error
+
+
+def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str, Any]:
+    """What score.json says but the time: scores of a finished training alone."""
+    from bev_lightning.callbacks.monitor import SpeedMonitor
+
+    speed = _find(trainer, SpeedMonitor)
+    scores = module.scores.to_dict() if status == "finished" and module.scores else {}
+    return {
+        **scores,
+        "steps": trainer.global_step if trainer else 0,
+        "samples_per_s": round(speed.samples_per_s * trainer.world_size, 2)
+        if trainer and speed
+        else None,
+        "data_wait_share": round(speed.data_wait_share, 3) if speed else None,
+        "status": status,
+    }
+
+
+def _tell_interrupt(trainer: "L.Trainer | None") -> str:
+    from bev_lightning.callbacks.checkpoint import StepCheckpoint
+
+    saver = _find(trainer, StepCheckpoint)
+    said = f"bev_lightning.train: interrupted at step {trainer.global_step if trainer else 0}; "
+    if saver is None or saver.last is None:
+        return said + "no checkpoint has been written yet"
+    return said + f"go on with resume={saver.last}"
+
+
+def _keep_if_best(trainer: "L.Trainer", module: Any) -> None:
     """What ModelCheckpoint does for validations inside of the training."""
-    best = trainer.checkpoint_callback
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    best = _find(trainer, ModelCheckpoint)
     if best is None or best.monitor != "val/NDS" or module.scores is None:
         return
     if best.best_model_score is None or module.scores.NDS > float(best.best_model_score):
-        trainer.save_checkpoint(f"{best.dirpath}/best.ckpt")
+        trainer.save_checkpoint(f"{best.dirpath}/best.ckpt", weights_only=False)
+
+
+def _find(trainer: "L.Trainer | None", kind: type) -> Any:
+    """The trainer's first callback of a kind, or None."""
+    callbacks = trainer.callbacks if trainer else []  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
 def _report(names: dict[str, list[str]], checkpoint: Any) -> None:

@@ -1,5 +1,6 @@
 """Stops a training that has gone wrong, and says where."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -15,10 +16,31 @@ class FiniteLoss(L.Callback):
 
     A step's flags are read when the next step has been queued, so that the check never makes the
     host wait for the device; it is at most one step late.
+
+    Attributes:
+        sample_tokens: of the batch at work.
+        validates: it is one of a validation.
     """
 
     def __init__(self) -> None:
+        self.sample_tokens: tuple[str, ...] = ()
+        self.validates = False
         self._pending: tuple[int, tuple[str, ...], tuple[str, ...], Tensor] | None = None
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.sample_tokens, self.validates = batch.sample_tokens, False
+
+    def on_validation_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self.sample_tokens, self.validates = batch.sample_tokens, True
 
     def on_train_batch_end(
         self,
@@ -53,6 +75,27 @@ class FiniteLoss(L.Callback):
                 f"(samples {', '.join(tokens)}); lower optim.lr, set trainer.gradient_clip_val, or use "
                 "precision=32 to see whether the precision is to blame"
             )
+
+
+def explain_memory(reason: str, sample_tokens: Sequence[str], validates: bool = False) -> str:
+    """One sentence for a step that did not fit into the memory of its device.
+
+    Args:
+        reason: what torch says.
+        sample_tokens: of the step, where they are known.
+        validates: it is a step of a validation.
+    """
+    mends = (
+        "lower data.val_batch_size, then use precision=bf16"
+        if validates
+        else "lower data.batch_size and raise accumulation= to keep the effective batch, then set "
+        "gradient_checkpointing=true on the model's backbone, then use precision=bf16"
+    )
+    of = f" at the samples {', '.join(sample_tokens)}" if sample_tokens else ""
+    first = reason.strip().splitlines()[0] if reason.strip() else "no size given"
+    # Torch goes on about its allocator.
+    said = ". ".join(first.split(". ")[:2]).rstrip(".")
+    return f"the device ran out of memory{of} ({said}); {mends}"
 
 
 class SameWeights(L.Callback):
