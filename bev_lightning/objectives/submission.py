@@ -43,6 +43,9 @@ _STILL = {
     "bus": "vehicle.stopped",
     "pedestrian": "pedestrian.standing",
 }
+_CLASSES = (*_MOVING, "barrier", "traffic_cone")
+_ATTRIBUTES = ("", *_MOVING.values(), *_STILL.values(), "pedestrian.sitting_lying_down")
+_LENGTHS = {"translation": 3, "size": 3, "rotation": 4, "velocity": 2}
 
 
 @dataclass(frozen=True)
@@ -182,31 +185,57 @@ def write_submission(
 
 
 def read_submission(path: Path) -> Entries:
-    """The entries of a nuScenes submission file.
+    """The entries of a nuScenes submission file; NaN and infinity pass, :func:`clean` counts them.
 
     Raises:
-        InputError: the file is missing, is no JSON or no submission, or an entry lacks a field.
+        InputError: the file is missing, is no JSON or no submission, or a box lacks a field or has
+            a value that the format does not know; names sample and field.
     """
-    fields = {"translation", "size", "rotation", "velocity", "detection_name", "detection_score"}
     try:
         results: Entries = json.loads(path.read_text())["results"]
-        for token, entries in results.items():
-            for entry in entries:
-                if missing := sorted(fields - set(entry)):
-                    raise InputError(
-                        f"{path} has a box in sample {token} without {', '.join(missing)}; write it in the "
-                        "nuScenes detection format"
-                    )
+        rows = [(token, entry) for token, entries in results.items() for entry in entries]
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); give a submission file") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(
-            f"{path} is no nuScenes submission ({type(error).__name__}: {error}); it must be JSON with "
-            '"meta" and "results"'
+            f"{path} cannot be read ({error.strerror}); give a submission file"
         ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{path} is no nuScenes submission ({type(error).__name__}: {error}); it must be JSON "
+            'with "meta" and "results"'
+        ) from None
+    for token, entry in rows:
+        if fault := _find_fault(token, entry):
+            raise InputError(
+                f"{path} has a box in sample {token} {fault}; write it in the nuScenes detection "
+                "format"
+            )
     return results
+
+
+def _find_fault(token: str, entry: Any) -> str:
+    """What is wrong with the fields of a box, empty where nothing is."""
+    if not isinstance(entry, dict):
+        return f"that is {json.dumps(entry)[:40]} and no object"
+    known = ("sample_token", *_LENGTHS, "detection_score", "detection_name", "attribute_name")
+    if missing := [field for field in known if field not in entry]:
+        return f"without {', '.join(missing)}"
+    if entry["sample_token"] != token:
+        return f"whose sample_token is {entry['sample_token']!r}"
+    for field, length in _LENGTHS.items():
+        value = entry[field]
+        if not isinstance(value, list) or len(value) != length or not all(map(_is_number, value)):
+            return f"whose {field} is {json.dumps(value)[:60]} and not {length} numbers"
+    if not _is_number(entry["detection_score"]):
+        return f"whose detection_score is {entry['detection_score']!r} and no number"
+    if entry["detection_name"] not in _CLASSES:
+        return f"whose detection_name is {entry['detection_name']!r}, which is no nuScenes class"
+    if entry["attribute_name"] not in _ATTRIBUTES:
+        return f"whose attribute_name is {entry['attribute_name']!r}, which nuScenes does not have"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_valid(entry: Entry) -> bool:

@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
+from bev_lightning.errors import InputError
 from bev_lightning.objectives.submission import (
     Refused,
     attribute_of,
     clean,
+    read_submission,
     to_entries,
     write_submission,
 )
@@ -171,3 +173,60 @@ def test_the_file_is_a_submission(tmp_path) -> None:
     }
     assert content["results"] == {"a": [entry()], "b": []}
     assert [p.name for p in path.parent.iterdir()] == ["results.json"]
+
+
+def test_a_submission_is_read_as_it_was_written(tmp_path) -> None:
+    results = {"s": [entry(), entry(attribute_name=""), entry(translation=[math.nan, 0, 0])]}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"meta": {}, "results": results}))
+    assert read_submission(path)["s"][:2] == results["s"][:2]
+    assert clean(read_submission(path))[1] == Refused(invalid=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sample_token": "t"}, "whose sample_token is 't'"),
+        ({"translation": [1.0, 2.0]}, "whose translation is [1.0, 2.0] and not 3 numbers"),
+        ({"velocity": [0.0, "fast"]}, 'whose velocity is [0.0, "fast"] and not 2 numbers'),
+        ({"rotation": None}, "whose rotation is null and not 4 numbers"),
+        ({"size": 3.0}, "whose size is 3.0 and not 3 numbers"),
+        ({"detection_score": "high"}, "whose detection_score is 'high' and no number"),
+        ({"detection_name": "tram"}, "whose detection_name is 'tram', which is no nuScenes class"),
+        (
+            {"detection_name": ["car"]},
+            "whose detection_name is ['car'], which is no nuScenes class",
+        ),
+        (
+            {"attribute_name": "vehicle.fast"},
+            "whose attribute_name is 'vehicle.fast', which nuScenes does not have",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_sample_and_field(tmp_path, change, sentence: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"results": {"s": [entry(), entry(**change)]}}))
+    with pytest.raises(InputError) as error:
+        read_submission(path)
+    assert str(error.value) == (
+        f"{path} has a box in sample s {sentence}; write it in the nuScenes detection format"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"results": {"s": [{"size": [1, 2, 3]}]}}, "box in sample s without sample_token, transl"),
+        ({"results": {"s": ["car"]}}, 'box in sample s that is "car" and no object'),
+        ({"results": {"s": 3}}, "is no nuScenes submission"),
+        ({"results": []}, "is no nuScenes submission"),
+        ([], "is no nuScenes submission"),
+    ],
+)
+def test_what_is_no_submission_is_refused(tmp_path, content, sentence: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=sentence):
+        read_submission(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_submission(tmp_path / "absent.json")
