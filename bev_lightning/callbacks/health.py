@@ -99,18 +99,26 @@ def explain_memory(reason: str, sample_tokens: Sequence[str], validates: bool = 
 
 
 class SameWeights(L.Callback):
-    """Stop at the end of a training whose processes do not hold the same weights, to the last bit."""
+    """Stop at the end of a training whose processes do not hold the same weights, to the last bit.
+
+    Parameters are compared. Buffers are not: between two steps each process has batch-norm
+    statistics of its own, of which validations and checkpoints take those of the first.
+    """
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(trainer.strategy, DDPStrategy) or trainer.world_size == 1:
             return  # other strategies split the weights
         weights = torch.nn.utils.parameters_to_vector(pl_module.parameters()).detach()
         first = trainer.strategy.broadcast(weights.cpu(), src=0)
-        differ = int((weights.cpu() != first).sum())
+        own = (weights.cpu() != first).sum()
+        # Of all processes, so that all of them stop.
+        differ = int(trainer.strategy.reduce(own.to(pl_module.device), reduce_op="max"))
         if differ:
             raise RuntimeError(
-                f"{differ} of {weights.numel()} weights of process {trainer.global_rank} differ from "
-                "those of process 0"
+                f"up to {differ} of {weights.numel()} weights of a process differ from those of "
+                "process 0, so the processes trained different models; keep what changes weights "
+                "outside of the optimizer (a callback, a hook) the same on all processes, and "
+                "train again from the last checkpoint: it holds process 0's"
             )
         if trainer.is_global_zero:
             print(f"The weights of all {trainer.world_size} processes are equal.")

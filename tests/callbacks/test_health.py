@@ -1,7 +1,10 @@
+from unittest.mock import Mock
+
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
-from bev_lightning.callbacks.health import FiniteLoss
+from bev_lightning.callbacks.health import FiniteLoss, SameWeights
 from bev_lightning.errors import InputError
 
 
@@ -26,3 +29,21 @@ def test_names_the_term_the_step_and_the_samples(value: float):
     step(callback, 0, heatmap=1.0, box=1.0)
     with pytest.raises(InputError, match=r"loss box is not finite at micro-step 1 \(samples token-1\)"):
         step(callback, 1, heatmap=1.0, box=value)
+
+
+@pytest.mark.parametrize("differ", [0, 2])
+def test_processes_with_other_weights_stop_all(capsys, differ: int) -> None:
+    module = torch.nn.Linear(3, 1)
+    module.device = torch.device("cpu")
+    weights = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    weights[:differ] += 1
+    strategy = Mock(spec=DDPStrategy)
+    strategy.broadcast.side_effect = lambda value, src: weights
+    strategy.reduce.side_effect = lambda value, reduce_op: value
+    trainer = Mock(strategy=strategy, world_size=2, global_rank=1, is_global_zero=True)
+    if not differ:
+        SameWeights().on_train_end(trainer, module)
+        assert capsys.readouterr().out == "The weights of all 2 processes are equal.\n"
+        return
+    with pytest.raises(RuntimeError, match="up to 2 of 4 weights .* train again from the last"):
+        SameWeights().on_train_end(trainer, module)
