@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from bev_lightning.data.datamodule import DetectionDataModule
     from bev_lightning.modules.detection import DetectionModule
+    from bev_lightning.objectives.nuscenes import NuScenesEvaluator
 
 
 def build_data(cfg: DictConfig) -> "DetectionDataModule":
@@ -41,6 +42,12 @@ def build_module(cfg: DictConfig) -> "DetectionModule":
     return module
 
 
+def build_evaluator(cfg: DictConfig) -> "NuScenesEvaluator":
+    """The metric alone, without a module."""
+    evaluator: NuScenesEvaluator = _instantiate(cfg.model.evaluator)
+    return evaluator
+
+
 def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     """Lightning's trainer with the callbacks and loggers of the configuration.
 
@@ -48,6 +55,7 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
         changes: arguments that a verb fixes, whatever the configuration says.
     """
     import lightning as L
+    from lightning.pytorch.callbacks import ProgressBar
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
     arguments = _instantiate(cfg.trainer)
@@ -62,8 +70,12 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     # Lightning counts batches here. A validation inside of an accumulation would meet gradients
     # that are half summed up.
     arguments["val_check_interval"] *= arguments["accumulate_grad_batches"]
+    callbacks = list(_instantiate(cfg.callbacks).values())
+    if not arguments["enable_progress_bar"]:
+        # Lightning refuses a bar that it is told not to draw.
+        callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
     arguments |= {
-        "callbacks": list(_instantiate(cfg.callbacks).values()),
+        "callbacks": callbacks,
         "logger": list(_instantiate(cfg.logger).values()),
         "default_root_dir": cfg.paths.run,
     }
@@ -213,6 +225,17 @@ def read_trained_inputs(checkpoint: str | Path) -> dict[str, Any]:
     config = content.get("bev_lightning", {}).get("config", {})
     inputs: dict[str, Any] = config.get("model", {}).get("inputs", {})
     return inputs
+
+
+def read_steps(checkpoint: str | Path) -> int | None:
+    """Optimizer steps that a checkpoint was trained for; None where the file does not say."""
+    import torch
+
+    if Path(checkpoint).suffix == ".safetensors":
+        return None
+    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    steps = content.get("global_step")
+    return None if steps is None else int(steps)
 
 
 def warn_of_other_sweeps(module: "DetectionModule", checkpoint: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Scores a checkpoint, or a submission: ``python -m bev_lightning.evaluate ckpt=FILE [KEY=VALUE ...]``."""
+"""Scores a checkpoint or a submission: ``python -m bev_lightning.evaluate ckpt=FILE [KEY=V]``."""
 
 from omegaconf import DictConfig
 
@@ -9,28 +9,34 @@ from bev_lightning.config import entry
 def main(cfg: DictConfig) -> float | None:
     """Score ``data.val_split`` with the nuScenes metric; returns NDS.
 
-    The run directory receives score.json and, from a checkpoint, the submission it comes from.
+    The run directory receives score.json and, from a checkpoint, the submission it comes from. A
+    submission is scored from the tables alone: it takes neither a model nor a sensor's file.
     """
+    import time
     from pathlib import Path
 
     from bev_lightning.assembly import (
         build_data,
+        build_evaluator,
         build_module,
         build_trainer,
         load_weights,
+        read_steps,
         warn_of_other_sweeps,
         write_json,
     )
     from bev_lightning.objectives.submission import read_submission, write_submission
 
+    began = time.perf_counter()
     run = Path(cfg.paths.run)
-    data, module = build_data(cfg), build_module(cfg)
+    data = build_data(cfg)
+    steps, samples_per_s = None, None
     if cfg.results is not None:
-        data.prepare_data()
-        data.setup("predict")
-        assert module.evaluator is not None
-        scores = module.evaluator.evaluate(read_submission(Path(cfg.results)), data.predict_tokens)
+        results = read_submission(Path(cfg.results))
+        tokens = data.open_index().split(cfg.data.val_split)
+        scores = build_evaluator(cfg).evaluate(results, tokens)
     else:
+        module = build_module(cfg)
         load_weights(module, cfg.ckpt)
         warn_of_other_sweeps(module, cfg.ckpt)
         trainer = build_trainer(cfg)
@@ -38,9 +44,20 @@ def main(cfg: DictConfig) -> float | None:
         if not trainer.is_global_zero or module.scores is None:
             return None
         scores = module.scores
+        steps, samples_per_s = read_steps(cfg.ckpt), round(module.samples_per_s, 2)
         write_submission(run / "submission.json", module.results, module.inputs.modalities)
-    source = {"ckpt": cfg.ckpt, "results": cfg.results}
-    write_json(run / "score.json", {**scores.to_dict(), **source, "status": "finished"})
+    write_json(
+        run / "score.json",
+        {
+            **scores.to_dict(),
+            "ckpt": cfg.ckpt,
+            "results": cfg.results,
+            "steps": steps,
+            "samples_per_s": samples_per_s,
+            "wall_s": round(time.perf_counter() - began, 1),
+            "status": "finished",
+        },
+    )
     print(scores)
     return scores.NDS
 

@@ -7,7 +7,10 @@ from bev_lightning.config import entry
 
 @entry("predict")
 def main(cfg: DictConfig) -> None:
-    """Predict ``data.val_split`` (which needs no annotations) and write the nuScenes submission."""
+    """Predict ``data.val_split`` (which needs no annotations) and write the nuScenes submission.
+
+    ``trainer.limit_val_batches`` stops it early, as it does a validation.
+    """
     from pathlib import Path
 
     from bev_lightning.assembly import build_data, build_module, build_trainer, load_weights
@@ -15,10 +18,8 @@ def main(cfg: DictConfig) -> None:
 
     module = build_module(cfg)
     load_weights(module, cfg.ckpt)
-    trainer = build_trainer(cfg)
-    trainer.predict(
-        module, datamodule=build_data(cfg), return_predictions=False, weights_only=True
-    )
+    trainer = build_trainer(cfg, limit_predict_batches=cfg.trainer.limit_val_batches)
+    trainer.predict(module, datamodule=build_data(cfg), return_predictions=False, weights_only=True)
     if trainer.is_global_zero:
         write_submission(
             Path(cfg.paths.run) / "submission.json", module.results, module.inputs.modalities

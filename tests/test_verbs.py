@@ -73,11 +73,36 @@ def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, tr
     again = results_of(folder, run(folder, "evaluate", checkpoint, "loader.num_workers=0"))
     scores = [json.loads((place / "score.json").read_text()) for place in (trained, again)]
     assert scores[0]["AP"] == scores[1]["AP"] and scores[0]["NDS"] == scores[1]["NDS"]
+    assert scores[1]["steps"] == 2 and scores[1]["status"] == "finished"
+    assert scores[1]["samples_per_s"] > 0 and scores[1]["wall_s"] > 0 and not scores[1]["left_out"]
     submission = again / "submission.json"
-    assert json.loads(submission.read_text())["meta"]["use_camera"] is True
+    content = json.loads(submission.read_text())
+    assert content["meta"]["use_camera"] is True
 
-    scored = results_of(folder, run(folder, "evaluate", f"results={submission}", *TINY))
-    assert json.loads((scored / "score.json").read_text())["NDS"] == scores[0]["NDS"]
+    # A submission takes the tables alone, and may lack samples.
+    gone, kept = content["results"]
+    content["results"] = {kept: content["results"][kept]}
+    partial = folder / "partial.json"
+    partial.write_text(json.dumps(content))
+    (sensors,) = folder.glob("**/samples")
+    hidden = sensors.rename(sensors.with_name("hidden"))
+    scored = results_of(folder, run(folder, "evaluate", f"results={partial}", *TINY))
+    hidden.rename(sensors)
+    score = json.loads((scored / "score.json").read_text())
+    assert score["frames"] == 2 and score["left_out"] == 1 and score["steps"] is None
+
+    # So does a checkpoint whose files are missing.
+    table = json.loads((sensors.parent / "v1.0-mini" / "sample_data.json").read_text())
+    names = [row["filename"] for row in table if row["sample_token"] == gone]
+    lost = sensors.parent / next(name for name in names if "samples/CAM_FRONT/" in name)
+    put_away = lost.rename(lost.with_suffix(".lost"))
+    skip = [checkpoint, "loader.num_workers=0", "data.on_missing=skip"]
+    skipped = results_of(folder, run(folder, "evaluate", *skip))
+    put_away.rename(lost)
+    found = json.loads((skipped / "score.json").read_text())
+    assert found["frames"] == 2 and found["left_out"] == 1
+    assert found["AP"] == pytest.approx(score["AP"], abs=1e-6)
+    assert json.loads((skipped / "submission.json").read_text())["results"][gone] == []
 
     # Predictions of one split scored on another: one sentence that names both.
     wrong = run(folder, "evaluate", f"results={submission}", *TINY, "data.val_split=mini_train")
@@ -88,7 +113,11 @@ def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, tr
 def test_predict_writes_a_submission(folder: Path, trained: Path):
     checkpoint = f"ckpt={trained / 'checkpoints' / 'last.ckpt'}"
     place = results_of(folder, run(folder, "predict", checkpoint, "loader.num_workers=0"))
-    assert len(json.loads((place / "submission.json").read_text())["results"]) == 2
+    every = list(json.loads((place / "submission.json").read_text())["results"])
+    assert len(every) == 2
+    limits = ["loader.num_workers=0", "trainer.limit_val_batches=1", "data.val_batch_size=1"]
+    place = results_of(folder, run(folder, "predict", checkpoint, *limits))
+    assert list(json.loads((place / "submission.json").read_text())["results"]) == every[:1]
 
 
 def test_two_processes_end_with_the_same_weights(folder: Path, trained: Path):

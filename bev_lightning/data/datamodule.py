@@ -68,7 +68,8 @@ class DetectionDataModule(LightningDataModule):
             batch_size, val_batch_size: samples per process.
             on_missing: what to do with samples whose files are missing or cannot be read: stop with
                 a sentence, or leave them out (missing) or replace them by the next (unreadable),
-                counted and reported at the end.
+                counted and reported at the end. The metric counts them as samples without
+                predictions.
             classes: names in the order of the labels.
             num_workers: processes that make the synthetic data set and look at the tables.
             inputs: what the model reads.
@@ -137,9 +138,7 @@ class DetectionDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Once per node: make the synthetic data set, the index and, unless a trainer only
         evaluates, the objects to paste, where they are absent or out of date."""
-        if self.synthetic is not None:
-            generate(Path(self.root), self.synthetic, self.num_workers)
-        index = build_index(self.root, self.version, self.cache_dir, self.num_workers)
+        index = self.open_index()
         if self.paste is not None and (self.trainer is None or self.trainer.training):
             self.open_objects(index)
 
@@ -154,19 +153,37 @@ class DetectionDataModule(LightningDataModule):
         """
         if self.index is None:
             self.index = build_index(self.root, self.version, self.cache_dir, self.num_workers)
-            absent = self.index.scenes_without_can_bus
-            if absent:
-                rank_zero_warn(
-                    f"{len(absent)} scenes have no CAN bus file, their ego motion comes from the "
-                    f"ego "
-                    f"poses: {', '.join(absent)}"
-                )
         if stage in (None, "fit") and "train" not in self._frames:
             self._frames["train"] = self._training_source(self.index)
         if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
             self._frames["val"] = self._evaluation_source()
         if stage in (None, "predict") and "predict" not in self._frames:
             self._frames["predict"] = self._evaluation_source(with_targets=False)
+
+    def open_index(self) -> Index:
+        """The index of the data set, either made where it is absent. Looks for no sensor's file."""
+        if self.synthetic is not None:
+            generate(Path(self.root), self.synthetic, self.num_workers)
+        return build_index(self.root, self.version, self.cache_dir, self.num_workers)
+
+    def warn_of_derived_motion(self) -> None:
+        """Name the scenes without CAN bus files: for models that read them, after :meth:`setup`."""
+        assert self.index is not None
+        absent = self.index.scenes_without_can_bus
+        if not absent:
+            return
+        scenes = {self.index.scene(token) for token in self.index.tokens}
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        which = (
+            "no scene has a CAN bus file"
+            if len(absent) == len(scenes)
+            else f"{len(absent)} of {len(scenes)} scenes have no CAN bus file "
+            f"({', '.join(absent[:3])}{more})"
+        )
+        rank_zero_warn(
+            f"{which}: their ego motion comes from the ego poses; put can_bus/ into {self.root} to "
+            f"read what was measured"
+        )
 
     def open_objects(self, index: Index) -> ObjectDatabase:
         """What pasting draws from: the objects of the training split, made where it is absent."""
@@ -183,10 +200,27 @@ class DetectionDataModule(LightningDataModule):
         """Sample tokens that evaluation reads, in order."""
         return self._opened("val").tokens
 
-    @property
-    def predict_tokens(self) -> tuple[str, ...]:
-        """Sample tokens that prediction reads, in order."""
-        return self._opened("predict").tokens
+    def list_tokens(
+        self, name: Literal["val", "predict"], num_batches: int | None = None
+    ) -> list[str]:
+        """Sample tokens that an evaluation answers for, whether their files can be read or not.
+
+        Args:
+            num_batches: where it stops before the end, the batches that each process takes: then
+                it answers for the samples of these, and for none with missing files. None: for the
+                whole split, those with missing files among it.
+        """
+        frames = self._opened(name)
+        if num_batches is None:
+            assert self.index is not None
+            return self.index.split(self.val_split)
+        sizes, (_, world_size) = frames.scene_sizes(), self._place()
+        places = set()
+        for rank in range(world_size):
+            schedule = SceneSchedule(sizes, self.val_batch_size, rank, world_size)
+            for step in range(min(num_batches, len(schedule))):
+                places |= {position for _, position in schedule.batch(step)}
+        return [frames.tokens[place] for place in sorted(places)]
 
     @property
     def steps_per_epoch(self) -> int:

@@ -39,6 +39,11 @@ class BEVFormer(nn.Module):
         self.backbone, self.neck, self.encoder, self.head = backbone, neck, encoder, head
         self.pad_multiple = pad_multiple
 
+    @property
+    def reads_can_bus(self) -> bool:
+        """Whether detections depend on the CAN bus vector."""
+        return self.encoder.motion == "can_bus" or self.encoder.can_bus_mlp is not None
+
     def forward(self, batch: Batch, previous: PreviousBev | None = None) -> BEVFormerPredictions:
         bev = self.encode(batch, self.extract([batch])[0], previous)
         return self.detect(bev, batch.targets if self.training else None)

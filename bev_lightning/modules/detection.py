@@ -1,13 +1,17 @@
 """The LightningModule of every detector, with the only training step."""
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
@@ -36,6 +40,13 @@ class DetectionModule(L.LightningModule):
         classes: names in the order of the labels.
         optim: the optimizer's recipe; None for a module that is only evaluated.
         evaluator: scores predictions at the end of a validation; None leaves them unscored.
+
+    Attributes:
+        results: the submission of the last validation or prediction, on the first process; with an
+            empty list for each sample that has none (``data.on_missing=skip``).
+        scores, scored_step: of the last validation, and the optimizer step it stood at.
+        samples_per_s: samples of all processes a second in the last validation, on the first
+            process; without the metric.
     """
 
     def __init__(
@@ -57,6 +68,8 @@ class DetectionModule(L.LightningModule):
         self.provenance: dict[str, Any] = {}
         self.scores: Scores | None = None
         self.scored_step = -1
+        self.samples_per_s = 0.0
+        self._began = 0.0
         self.results: Entries = {}
         self.tta: TestTimeAugmentation | None = None
         self._frozen = [] if optim is None else self._freeze(optim)
@@ -73,6 +86,11 @@ class DetectionModule(L.LightningModule):
                 f"earlier ones; set tta=null"
             )
         self.tta = tta
+
+    def setup(self, stage: str) -> None:
+        data = self._datamodule()
+        if data is not None and getattr(self.network, "reads_can_bus", False):
+            data.warn_of_derived_motion()
 
     def train(self, mode: bool = True) -> "DetectionModule":
         """Training mode, all but what ``optim`` freezes."""
@@ -99,6 +117,7 @@ class DetectionModule(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.results = {}
+        self._began = time.perf_counter()
         if dist.is_initialized():
             # Each process has its own batch-norm statistics, a checkpoint those of the first: score
             # what is saved.
@@ -116,14 +135,24 @@ class DetectionModule(L.LightningModule):
         return {"boxes": self._collect(predictions, batch)}
 
     def on_validation_epoch_end(self) -> None:
-        self.results = self._gather(self.results)
-        if self.evaluator is None or self.trainer.sanity_checking:
+        found = self._gather(self.results)
+        self.samples_per_s = len(found) / (time.perf_counter() - self._began)
+        if self.trainer.sanity_checking:
             return
-        scores: list[Scores | None] = [None]
+        self.results = self._complete("val", found)
+        if self.evaluator is None:
+            return
+        scores: list[Scores | InputError | None] = [None]
         if self.global_rank == 0:
-            scores = [self.evaluator.evaluate(self.results, list(self.results))]
+            try:
+                known = {token: found[token] for token in self.results if token in found}
+                scores = [self.evaluator.evaluate(known, list(self.results))]
+            except InputError as error:
+                scores = [error]
         if dist.is_initialized():
-            dist.broadcast_object_list(scores, src=0)
+            dist.broadcast_object_list(scores, src=0, group=_host_group(dist.group.WORLD))
+        if isinstance(scores[0], InputError):
+            raise scores[0]  # on every process: none waits for the first
         self.scores, self.scored_step = scores[0], self.global_step
         assert self.scores is not None
         # Equal on all processes already; sync_dist keeps Lightning from doubting it.
@@ -137,7 +166,7 @@ class DetectionModule(L.LightningModule):
         return self._collect(self(batch), batch)
 
     def on_predict_epoch_end(self) -> None:
-        self.results = self._gather(self.results)
+        self.results = self._complete("predict", self._gather(self.results))
 
     def configure_optimizers(self) -> Any:
         if self.optim is None:
@@ -200,13 +229,41 @@ class DetectionModule(L.LightningModule):
         return merge_views(views, self.tta.reach)
 
     def _gather(self, results: Entries) -> Entries:
-        """All ranks' results on every rank, of a sample that several have the first rank's."""
+        """All processes' results on the first one, of a sample that several have the first's; on
+        the others their own."""
         if not dist.is_initialized():
             return results
-        shards: list[Entries] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(shards, results)
+        first = self.global_rank == 0
+        shards: list[Entries] | None = [{}] * dist.get_world_size() if first else None
+        dist.gather_object(results, shards, dst=0, group=_host_group(dist.group.WORLD))
         gathered: Entries = {}
-        for shard in shards:
+        for shard in shards or [results]:
             for token, entries in shard.items():
                 gathered.setdefault(token, entries)
         return gathered
+
+    def _complete(self, name: Literal["val", "predict"], found: Entries) -> Entries:
+        """Results of the samples that the evaluation answers for, in the split's order: all of the
+        split or, where ``limit_..._batches`` stops it early, those of the batches that were to be
+        read. A sample without results gets an empty list."""
+        data = self._datamodule()
+        if data is None:
+            return found
+        if name == "val":
+            limits, batches = self.trainer.num_val_batches, self.trainer.val_dataloaders
+        else:
+            limits, batches = self.trainer.num_predict_batches, self.trainer.predict_dataloaders
+        assert batches is not None
+        cut = int(limits[0]) if limits[0] < len(batches) else None
+        return {token: found.get(token, []) for token in data.list_tokens(name, cut)}
+
+    def _datamodule(self) -> DetectionDataModule | None:
+        data = getattr(self.trainer, "datamodule", None)
+        return data if isinstance(data, DetectionDataModule) else None
+
+
+@lru_cache(maxsize=1)
+def _host_group(world: Any) -> Any:
+    """A group of all processes for objects that lie on the host. The others wait in it while the
+    first one scores, for which the half hour or less of the default group may be too short."""
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=2))

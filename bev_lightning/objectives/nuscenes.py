@@ -55,6 +55,8 @@ class Scores:
             classes that define it; a class without true positives counts 1.
         errors: class -> ATE, ASE, AOE, AVE, AAE; None where the metric does not define it.
         frames: evaluated samples.
+        left_out: evaluated samples without results, which count as empty: their files are missing
+            or cannot be read, or the submission lacks them.
         truth_per_frame: evaluable annotations (in class range, with points) a sample, on average.
         truth, predictions: class -> number of evaluable annotations and predictions.
         invalid, over_limit: predictions left out, see :class:`Refused`.
@@ -76,6 +78,7 @@ class Scores:
     predictions: dict[str, int]
     invalid: int = 0
     over_limit: int = 0
+    left_out: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain containers that JSON can hold: no NaN in them."""
@@ -96,6 +99,8 @@ class Scores:
             f"{self.frames} samples, {self.truth_per_frame:.1f} evaluable annotations a sample; "
             f"over the classes that have any mAP is {self.mAP_present:.3f}"
         )
+        if self.left_out:
+            lines.append(f"{self.left_out} of the samples have no results and count as empty")
         return "\n".join(lines)
 
     def to_log(self) -> dict[str, float]:
@@ -194,6 +199,7 @@ class NuScenesEvaluator:
             predictions={name: num_predictions[name] for name in self.classes},
             invalid=refused.invalid,
             over_limit=refused.over_limit,
+            left_out=sum(token not in results for token in tokens),
         )
 
     def _check_samples(

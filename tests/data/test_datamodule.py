@@ -1,5 +1,8 @@
 """The DataModule under Lightning: steps, shards, resume, reports."""
 
+import json
+import shutil
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -201,12 +204,42 @@ def test_missing_and_unreadable_files_are_reported(make_data, tmp_path: Path) ->
         make_data().setup("fit")
 
 
-def test_scenes_without_can_bus_are_named_once(make_data) -> None:
-    data = make_data()
-    with pytest.warns(UserWarning, match="scene-0061, scene-0103") as caught:
+def test_scenes_without_can_bus_are_named_where_they_are_read(make_tree, make_data) -> None:
+    scenes = (("scene-0061", 2), ("scene-0103", 2), ("scene-0916", 1))
+    root = str(make_tree(scenes=scenes, can_bus=("scene-0061", "scene-0103")))
+    data = make_data(root=root)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         data.setup()
+    assert not [w for w in caught if "CAN bus" in str(w.message)]
+    with pytest.warns(UserWarning, match=r"^1 of 3 scenes have no CAN bus file \(scene-0916\): "):
+        data.warn_of_derived_motion()
+    shutil.rmtree(Path(root) / "can_bus")
+    data = make_data(root=root)
     data.setup("validate")
-    assert len([w for w in caught if "CAN bus" in str(w.message)]) == 1
+    with pytest.warns(UserWarning, match="^no scene has a CAN bus file: "):
+        data.warn_of_derived_motion()
+
+
+def test_an_evaluation_answers_for_samples_that_cannot_be_read(make_data, monkeypatch) -> None:
+    data = make_data(on_missing="skip", inputs=Inputs(lidar=LidarInput(RANGE, sweeps=0)))
+    data.prepare_data()
+    (Path(data.root) / "samples/LIDAR_TOP/scene-0103_0_LIDAR_TOP_0.pcd.bin").unlink()
+    with pytest.warns(UserWarning, match="1 of 3 samples of the split mini_val are left out"):
+        data.setup("validate")
+    assert data.list_tokens("val") == ["scene-0103_0", "scene-0103_1", "scene-0103_2"]
+    assert data.val_tokens == ("scene-0103_1", "scene-0103_2")
+    # Stopped after a batch: what that batch was to read.
+    data.val_batch_size = 1
+    assert data.list_tokens("val", 1) == ["scene-0103_1"]
+    both = make_data(val_split="both", val_batch_size=1)
+    splits = {"both": ["scene-0061", "scene-0103"]}
+    (Path(data.root) / "v1.0-mini" / "splits.json").write_text(json.dumps(splits))
+    monkeypatch.setattr(both, "_place", lambda: (0, 2))
+    both.on_missing, both.inputs = "skip", data.inputs
+    with pytest.warns(UserWarning, match="1 of 6 samples"):
+        both.setup("validate")
+    assert both.list_tokens("val", 1) == ["scene-0061_0", "scene-0103_1"]  # of each process
 
 
 def test_nonsense_is_refused(make_data) -> None:

@@ -168,6 +168,7 @@ def test_batches_equal_single_samples(motion: str, groups: tuple[str, ...]) -> N
 @pytest.mark.parametrize("motion", ["can_bus", "pose"])
 def test_stream_is_the_network_with_the_previous_map(motion: str) -> None:
     module = make_module(motion)
+    assert module.network.reads_can_bus == (motion == "can_bus")
     streamed = detect(module, batches("a0", "a1", "a2"))
     previous = None
     with torch.no_grad():
@@ -278,8 +279,9 @@ def test_processes_together_equal_one(
     assert sum(len(shard) for shard in shards) == len(tokens) + world_size - 2
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
     monkeypatch.setattr(
-        dist, "all_gather_object", lambda found, own: found.__setitem__(slice(None), shards)
+        dist, "gather_object", lambda own, found, **_: found.__setitem__(slice(None), shards)
     )
     gathered = module._gather(module.results)
     alone = make_module()

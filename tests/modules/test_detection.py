@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -11,6 +12,8 @@ from omegaconf import OmegaConf
 
 from bev_lightning.callbacks.health import FiniteLoss
 from bev_lightning.config import load
+from bev_lightning.data.datamodule import DetectionDataModule
+from bev_lightning.errors import InputError
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.modules.optimizer import AdamW
@@ -179,3 +182,34 @@ def test_all_processes_validate_with_the_statistics_of_the_first(
     norm = module.network.backbone.blocks[0][1]
     assert any(value is norm.running_mean for value in sent)
     assert len(sent) == len(list(module.buffers()))
+
+
+def test_a_missing_can_bus_is_told_for_models_that_read_it(monkeypatch) -> None:
+    module, data = make_module(), Mock(spec=DetectionDataModule)
+    monkeypatch.setattr(module, "_datamodule", lambda: data)
+    module.setup("fit")
+    data.warn_of_derived_motion.assert_not_called()
+    module.network.reads_can_bus = True
+    module.setup("fit")
+    data.warn_of_derived_motion.assert_called_once_with()
+
+
+def test_a_metric_that_cannot_be_had_stops_every_process(monkeypatch) -> None:
+    """The first one says why; the others get its sentence instead of waiting."""
+    module = make_module()
+    module.evaluator = Mock(evaluate=Mock(side_effect=InputError("no tables")))
+    module.trainer = Mock(sanity_checking=False, datamodule=None, global_rank=0)
+    with pytest.raises(InputError, match="no tables"):
+        module.on_validation_epoch_end()
+    module.trainer.global_rank = 1
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.new_group", lambda **_: None)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.gather_object", lambda own, found, **_: None)
+    monkeypatch.setattr(
+        "torch.distributed.broadcast_object_list",
+        lambda scores, **_: scores.__setitem__(0, InputError("no tables")),
+    )
+    with pytest.raises(InputError, match="no tables"):
+        module.on_validation_epoch_end()
+    assert module.evaluator.evaluate.call_count == 1
