@@ -88,7 +88,7 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
     if root is None or _get(cfg, "data.synthetic") is not None:
         return
     if not Path(str(root)).is_dir():
-        mend = f"set data.root to the folder that holds {version}/ and samples/, or use data=synthetic"
+        mend = f"set data.root to the folder of {version}/ and samples/, or use data=synthetic"
         raise InputError(f"data.root={root} does not exist; {mend}")
     if not (Path(str(root)) / str(version)).is_dir():
         found = sorted(path.name for path in Path(str(root)).glob("v*.*") if path.is_dir())

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from bev_lightning.accelerate.plan import Machine
 from bev_lightning.composition import (
     compose_jobs,
     config_dir,
@@ -13,7 +15,7 @@ from bev_lightning.composition import (
     quote_choices,
     read_overrides,
 )
-from bev_lightning.config import load
+from bev_lightning.config import check_machine, load
 from bev_lightning.errors import InputError
 
 
@@ -112,6 +114,47 @@ def test_evaluation_recomposes_what_was_trained(tmp_path: Path) -> None:
     assert (cfg.data.root, cfg.data.batch_size, cfg.data.val_split) == ("there", 3, "train")
     assert cfg.hardware.card == "auto"
     assert cfg.trainer.max_steps == load("train").trainer.max_steps
+
+
+def write(folder: Path, *words: str) -> str:
+    checkpoint = folder / "last.ckpt"
+    torch.save({"state_dict": {}, "bev_lightning": {"overrides": list(words)}}, checkpoint)
+    return str(checkpoint)
+
+
+def test_evaluation_leaves_the_machine_of_the_training(tmp_path: Path) -> None:
+    ckpt = "ckpt=" + write(tmp_path, "experiment=bevfusion_lidar_4x24gib", "data.root=here")
+    cfg = load("evaluate", [ckpt])
+    assert cfg.model.network.lidar and cfg.data.root == "here"
+    assert (cfg.hardware.card, cfg.hardware.devices, cfg.hardware.nodes) == ("auto", "auto", 1)
+    assert (cfg.trainer.precision, cfg.trainer.accumulate_grad_batches) == ("auto", 1)
+    check_machine(OmegaConf.merge(cfg, {"data": {"synthetic": {}}}), Machine(num_cpus=1))
+    cfg = load("evaluate", [ckpt, "hardware=4x4090", "precision=32"])
+    assert (cfg.hardware.devices, cfg.trainer.precision) == (4, "32-true")
+    assert load("evaluate", [ckpt, "hardware=cpu", "hardware.devices=2"]).hardware.devices == 2
+
+
+def test_a_resumed_training_keeps_its_words(tmp_path: Path) -> None:
+    stored = [
+        "optim.lr=0.5",
+        "accumulation='2'",
+        "trainer.max_steps=4",
+        "paths.output=there",
+        "init_from=a.ckpt",
+        "experiment=bevfusion_lidar_4x24gib",
+    ]
+    resume = "resume=" + write(tmp_path, *stored)
+    cfg = load("train", [resume])
+    assert (cfg.optim.lr, cfg.trainer.accumulate_grad_batches, cfg.trainer.max_steps) == (0.5, 2, 4)
+    assert cfg.hardware.devices == 4 and cfg.trainer.precision == "bf16-mixed"
+    assert cfg.init_from is None and cfg.paths.output == "outputs"
+    cfg = load("train", [resume, "trainer.max_steps=8", "precision=32"])
+    assert (cfg.trainer.max_steps, cfg.trainer.precision, cfg.optim.lr) == (8, "32-true", 0.5)
+
+
+def test_an_axis_on_the_command_line_beats_the_stored_key_that_it_writes(tmp_path: Path) -> None:
+    resume = "resume=" + write(tmp_path, "trainer.accumulate_grad_batches=3")
+    assert load("train", [resume, "accumulation=2"]).trainer.accumulate_grad_batches == 2
 
 
 def test_files_of_other_origin_bring_no_words(tmp_path: Path) -> None:

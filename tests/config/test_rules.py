@@ -90,7 +90,14 @@ def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
         (["trainer.accumulate_grad_batches=0"], "must be a whole number of at least 1"),
         (["data.batch_size=two"], "data.batch_size=two must be a whole number"),
         (["data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number"),
+        (["data.batch_size=null"], "data.batch_size=null must be a whole number of at least 1"),
+        (["data.val_batch_size=auto"], "data.val_batch_size=auto must be a whole number"),
+        (["trainer.max_steps=null"], "trainer.max_steps=null must be a whole number"),
+        (["trainer.val_check_interval=0.5"], "trainer.val_check_interval=0.5 must be a whole"),
+        (["trainer.gradient_clip_val=nan"], "trainer.gradient_clip_val=nan must be a number"),
         (["trainer.max_steps=-1"], "leave nothing to train"),
+        (["trainer.max_epochs=3"], "both end the training; set trainer.max_steps=-1 to train"),
+        (["optim.lr=nan"], "optim.lr=nan must be a positive number"),
         (["optim.lr=fast"], "optim.lr=fast must be a positive number"),
         (["data.on_missing=ignore"], "use data.on_missing=error or skip"),
         (["data.classes=[car,cat]"], "data.classes holds cat"),
@@ -122,6 +129,9 @@ def test_a_profile_that_the_machine_lacks_is_refused() -> None:
         check_machine(load("train", ["hardware=4x4090"]), FOUR_3090)
     with pytest.raises(InputError, match="needs cards of 139 GiB"):
         check_machine(load("train", ["hardware=1xh200"]), Machine(1, "H100", 79.1, 9.0))
+    one = Machine(1, "NVIDIA GeForce RTX 3090", 23.6, 8.6, num_cpus=32)
+    with pytest.raises(InputError, match=r"^hardware.devices=8 needs 8 .* hardware.devices=auto"):
+        check_machine(load("train", ["hardware.devices=8"]), one)
     for words in ([], ["hardware=cpu", "hardware.devices=2"]):
         check_machine(load("train", words), CPU)
 
@@ -195,6 +205,11 @@ def test_every_verb_resolves() -> None:
         plain = resolve(load(verb, ["data.root=x", "++ckpt=x"]), CPU)
         assert not autos(OmegaConf.to_container(plain))
         assert plain.verb == verb
+
+
+def test_lengths_that_are_accepted() -> None:
+    check(load("train", ["trainer.max_epochs=3", "trainer.max_steps=-1"]))
+    check(load("train", ["trainer.max_epochs=null", "trainer.gradient_clip_val=null"]))
 
 
 def test_pasting_is_for_lidar_models() -> None:

@@ -1,0 +1,199 @@
+"""How trainings go on, begin from others' weights, and end before their time; in this process."""
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from bev_lightning.assembly import build_module, check_resume, load_matching_weights, load_weights
+from bev_lightning.config import load, resolve
+from bev_lightning.errors import InputError
+from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.rules import Machine
+from bev_lightning.train import main
+
+MODEL = ["model=bevfusion_lidar_toy", "model.network.head.num_boxes=20"]
+TINY = [
+    *MODEL,
+    "data=synthetic_mini",
+    "data.synthetic.num_train_scenes=1",
+    "data.synthetic.num_val_scenes=1",
+    "data.synthetic.frames_per_scene=3",
+    "data.synthetic.num_azimuths=90",
+    "loader=torch",
+    "loader.num_workers=0",
+    "hardware=cpu",
+    "logger=none",
+    "data.batch_size=1",
+    "accumulation=2",
+    "trainer.max_steps=3",
+    "trainer.enable_progress_bar=false",
+]
+FOUR = ["data.classes=[car,truck,bus,pedestrian]"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(autouse=True)
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(folder)
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
+
+
+def train(*words: str) -> tuple[int, Path]:
+    """Exit code and run directory."""
+    before = set(Path("outputs/train").glob("*"))
+    argv, sys.argv = sys.argv, ["train", *words]
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = argv
+    (run,) = set(Path("outputs/train").glob("*")) - before
+    return code, run.resolve()
+
+
+def score_of(run: Path) -> dict:
+    return json.loads((run / "score.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        code, run = train(*TINY, "callbacks.steps.keep_every_n_train_steps=2")
+    assert code == 0
+    return run / "checkpoints"
+
+
+def module_of(*words: str) -> DetectionModule:
+    return build_module(resolve(load("train", [*MODEL, "hardware=cpu", *words]), Machine()))
+
+
+def test_resume_alone_goes_on_with_the_same_run(whole: Path) -> None:
+    names = {path.name for path in whole.iterdir()}
+    assert names == {"best.ckpt", "last.ckpt", "step_000002.ckpt"}
+    code, run = train(f"resume={whole / 'step_000002.ckpt'}")
+    assert code == 0 and score_of(run)["steps"] == 3
+    one, other = (
+        torch.load(place / "last.ckpt", weights_only=True) for place in (whole, run / "checkpoints")
+    )
+    # The same samples in the same order, the same rate: the same weights, to the last bit.
+    assert one["DetectionDataModule"] == other["DetectionDataModule"]
+    assert one["DetectionDataModule"]["micro_step"] == 6
+    weights = other["state_dict"]
+    assert all(torch.equal(value, weights[key]) for key, value in one["state_dict"].items())
+    assert score_of(run)["NDS"] == score_of(whole.parent)["NDS"]
+    code, run = train(f"resume={whole / 'last.ckpt'}", "trainer.max_steps=4")
+    assert code == 0 and score_of(run)["steps"] == 4
+    content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["global_step"] == 4 and content["DetectionDataModule"]["micro_step"] == 8
+
+
+def test_another_model_is_no_resume_but_a_beginning(whole: Path, tmp_path: Path) -> None:
+    checkpoint = whole / "last.ckpt"
+    check_resume(module_of(), checkpoint)
+    four = module_of(*FOUR)
+    with pytest.raises(InputError, match=r"^resume=.* of another model: .*use init_from=") as said:
+        check_resume(four, checkpoint)
+    assert "network.head.heatmap.1.bias (10,) for (4,)" in str(said.value)
+    with pytest.raises(InputError, match=r"2 of another shape .*; give the model= and the"):
+        load_weights(four, checkpoint)
+
+    state = torch.load(checkpoint, weights_only=True)["state_dict"]
+    names = load_matching_weights(four, checkpoint)
+    assert names["reshaped"] == ["network.head.heatmap.1.weight", "network.head.heatmap.1.bias"]
+    assert not names["missing"] and not names["unexpected"]
+    own = four.state_dict()
+    assert names["loaded"] == [name for name in own if name not in names["reshaped"]]
+    assert all(torch.equal(own[name], state[name]) for name in names["loaded"])
+
+    weights = tmp_path / "weights.safetensors"
+    save_file({name: value.contiguous() for name, value in state.items()}, weights)
+    torch.save({"state_dict": state}, tmp_path / "published.pth")
+    for path in (weights, tmp_path / "published.pth"):
+        with pytest.raises(InputError, match=r"no optimizer_states.*; use init_from="):
+            check_resume(module_of(), path)
+
+
+def test_a_refused_resume_says_how_the_run_ended(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, run = train(f"resume={whole / 'last.ckpt'}", *FOUR)
+    assert code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("bev_lightning.train: resume=")
+    score = score_of(run)
+    assert score["status"] == "failed" and score["steps"] == 0 and "NDS" not in score
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "status", "sentence"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has none."),
+            2,
+            "failed",
+            r"ran out of memory at the samples \w+ \(CUDA out of memory. Tried .* 2 GiB\); lower "
+            + "data.batch_size and raise accumulation= .* gradient_checkpointing=true",
+        ),
+        (
+            KeyboardInterrupt(),
+            130,
+            "interrupted",
+            r"interrupted at step 1; go on with resume=.*/checkpoints/last.ckpt",
+        ),
+    ],
+)
+def test_a_training_that_ends_early_says_so(
+    whole: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    code: int,
+    status: str,
+    sentence: str,
+) -> None:
+    step = DetectionModule.training_step
+
+    def break_off(module: DetectionModule, batch, batch_idx: int):
+        if batch_idx == 3:
+            raise raised
+        return step(module, batch, batch_idx)
+
+    monkeypatch.setattr(DetectionModule, "training_step", break_off)
+    ended, run = train(*TINY, "callbacks.steps.every_n_train_steps=1")
+    assert ended == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(f"bev_lightning.train: .*{sentence}", last), last
+    score = score_of(run)
+    assert score["status"] == status and score["steps"] == 1 and score["wall_s"] > 0
+    assert "NDS" not in score
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_validations_fall_between_optimizer_steps(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def note(module: DetectionModule) -> None:
+        loop = module.trainer.fit_loop.epoch_loop
+        seen.append((module.global_step, loop._should_accumulate()))
+        module.results = {}
+
+    monkeypatch.setattr(DetectionModule, "on_validation_epoch_start", note)
+    code, _ = train(*TINY, "trainer.val_check_interval=1", "trainer.max_steps=2")
+    assert code == 0 and seen == [(1, False), (2, False)]
