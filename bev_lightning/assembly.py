@@ -1,6 +1,7 @@
 """Builds the parts of a run from a resolved configuration."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from bev_lightning.accelerate.plan import choose_num_threads, detect_machine
 from bev_lightning.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,10 +57,14 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
         changes: arguments that a verb fixes, whatever the configuration says.
     """
     import lightning as L
+    import torch
     from lightning.pytorch.callbacks import ProgressBar
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
     arguments = _instantiate(cfg.trainer)
+    if arguments["accelerator"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        cpus, processes = detect_machine().num_cpus, arguments["devices"]
+        torch.set_num_threads(choose_num_threads(cpus, processes, cfg.loader.num_workers))
     if arguments["sync_batchnorm"]:
         # Torch has it for CUDA alone, and one process has nothing to share.
         several = arguments["devices"] * arguments["num_nodes"] > 1

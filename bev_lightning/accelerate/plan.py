@@ -112,6 +112,15 @@ def choose_num_workers(num_cpus: int, num_local_processes: int, on_cuda: bool) -
     return max(1, min(8, int(share) - 1)) if on_cuda else max(1, min(4, int(share / 4)))
 
 
+def choose_num_threads(num_cpus: int, num_local_processes: int, num_workers: int) -> int:
+    """Threads of torch for each training process that runs on the CPU.
+
+    Its loader processes get cores of their own: threads that wait for one another at every
+    operation stand still when one of them has lost its core.
+    """
+    return max(1, num_cpus // num_local_processes - num_workers)
+
+
 def _cuda_cards() -> list[tuple[str, float, float]]:
     """Name, memory [GiB] and compute capability of each visible card."""
     if not sys.platform.startswith("linux"):

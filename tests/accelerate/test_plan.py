@@ -1,6 +1,14 @@
 """The machine and the batch."""
 
-from bev_lightning.accelerate.plan import BatchPlan, Machine, choose_num_workers, detect_machine
+import pytest
+
+from bev_lightning.accelerate.plan import (
+    BatchPlan,
+    Machine,
+    choose_num_threads,
+    choose_num_workers,
+    detect_machine,
+)
 
 
 def test_batch_arithmetic() -> None:
@@ -27,3 +35,13 @@ def test_this_machine_is_seen() -> None:
 def test_a_machine_in_words() -> None:
     assert str(Machine(num_cpus=2)) == "2 CPU cores, no CUDA device"
     assert str(Machine(4, "RTX 3090", 23.6, 8.6, 32)) == "4 x RTX 3090 (24 GiB), 32 CPU cores"
+
+
+@pytest.mark.parametrize(
+    ("cpus", "processes", "workers", "threads"),
+    [(2, 1, 1, 1), (2, 1, 0, 2), (16, 1, 4, 12), (8, 2, 1, 3), (2, 4, 1, 1)],
+)
+def test_threads_leave_cores_to_the_loader(
+    cpus: int, processes: int, workers: int, threads: int
+) -> None:
+    assert choose_num_threads(cpus, processes, workers) == threads
