@@ -27,8 +27,8 @@ def build_data(cfg: DictConfig) -> "DetectionDataModule":
 
 
 def build_module(cfg: DictConfig) -> "DetectionModule":
-    """The module with fresh weights, which depend on ``seed`` alone; its checkpoints tell how it was
-    configured."""
+    """The module with fresh weights, which depend on ``seed`` alone; its checkpoints tell how it
+    was configured."""
     from lightning import seed_everything
 
     seed_everything(cfg.seed, verbose=False)
@@ -93,7 +93,8 @@ def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
     same model.
 
     Raises:
-        InputError: the file is no checkpoint, or its weights are of another model; names what differs.
+        InputError: the file is no checkpoint, or its weights are of another model; names what
+            differs.
     """
     stored = read_state(checkpoint)
     _refuse_other_model(
@@ -146,7 +147,7 @@ def _refuse_other_model(
 def load_matching_weights(
     module: "DetectionModule", checkpoint: str | Path
 ) -> dict[str, list[str]]:
-    """Fill what agrees in name and shape, leave the rest fresh: to train on with other classes, say.
+    """Fill what agrees in name and shape, leave the rest fresh: to train other classes, say.
 
     Returns:
         names ``loaded``, ``reshaped`` and ``missing`` (left fresh), ``unexpected`` (not used).
@@ -275,8 +276,9 @@ def load_backbones(module: "DetectionModule") -> None:
 def _explain_code(checkpoint: str | Path, reason: str) -> str:
     found = re.search(r"GLOBAL ([\w.]+)", reason)
     return (
-        f"{checkpoint} holds objects of the class {found[1] if found else 'unknown'}, which only the code that made it can read, and reading "
-        "them may execute anything; where you trust the file and have that code, run python -c "
+        f"{checkpoint} holds objects of the class {found[1] if found else 'unknown'}, which only "
+        "the code that made it can read, and reading them may execute anything; "
+        "where you trust the file and have that code, run python -c "
         "\"import torch; c = torch.load('FILE', map_location='cpu', weights_only=False); "
         "torch.save({'state_dict': c['state_dict']}, 'weights.pth')\" and give weights.pth"
     )

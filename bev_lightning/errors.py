@@ -4,6 +4,6 @@
 class InputError(ValueError):
     """Something the user gave is wrong: a file, a key, a value.
 
-    The message is one sentence that names it, says what was found and what to do; verbs print it and
-    exit with 2.
+    The message is one sentence that names it, says what was found and what to do; verbs print it
+    and exit with 2.
     """

@@ -72,8 +72,8 @@ class FiniteLoss(L.Callback):
         if broken:
             raise InputError(
                 f"the loss {' and '.join(broken)} is not finite at micro-step {batch_idx} "
-                f"(samples {', '.join(tokens)}); lower optim.lr, set trainer.gradient_clip_val, or use "
-                "precision=32 to see whether the precision is to blame"
+                f"(samples {', '.join(tokens)}); lower optim.lr, set trainer.gradient_clip_val, or "
+                "use precision=32 to see whether the precision is to blame"
             )
 
 

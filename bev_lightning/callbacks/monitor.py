@@ -12,7 +12,7 @@ GIB = 1024.0**3
 
 
 class SpeedMonitor(L.Callback):
-    """Log speed, data wait, learning rate, gradient norm and GPU memory at the trainer's logging steps.
+    """Log speed, data wait, learning rate, gradient norm and GPU memory at logging steps.
 
     - ``speed/samples_per_s``: samples of all processes a second since the last logging step,
       validation left out.

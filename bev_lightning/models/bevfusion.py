@@ -83,7 +83,7 @@ class BEVFusion(nn.Module):
 def _present(value: _T | None, name: str, batch: Batch) -> _T:
     if value is None:
         raise InputError(
-            f"the network reads {name} but the samples {', '.join(batch.sample_tokens)} bring none; "
-            f"add the sensor to model.inputs"
+            f"the network reads {name} but the samples {', '.join(batch.sample_tokens)} bring "
+            f"none; add the sensor to model.inputs"
         )
     return value

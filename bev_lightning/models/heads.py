@@ -79,8 +79,9 @@ class TransFusionHead(nn.Module):
         is_point_class = torch.zeros(num_classes, dtype=torch.bool)
         if not all(0 <= index < num_classes for index in point_classes):
             raise InputError(
-                f"TransFusionHead has {num_classes} classes but point_classes={list(point_classes)}; "
-                "set model.network.head.point_classes to the places of the small classes, or to []"
+                f"TransFusionHead has {num_classes} classes but point_classes="
+                f"{list(point_classes)}; set "
+                "model.network.head.point_classes to the places of the small classes, or to []"
             )
         is_point_class[list(point_classes)] = True
         self.register_buffer("is_point_class", is_point_class, persistent=False)

@@ -1,7 +1,7 @@
 """The one batch: all that passes from the data room to the models.
 
-Model frame: the LIDAR_TOP sensor at the key frame's time, as nuScenes defines it (x right, y forward,
-z up), after BEV augmentation where there was one. A rig without lidar names another reference sensor.
+Model frame: the LIDAR_TOP sensor at the key frame's time, as nuScenes defines it (x right, y
+forward, z up), after BEV augmentation where there was one.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,8 +60,9 @@ class Batch:
         identity at a scene's first frame.
     has_previous: ``(B,)`` bool, False at a scene's first frame.
     global_from_lidar, global_from_ego: ``(B, 4, 4)`` float64 (global coordinates reach kilometres).
-    can_bus: ``(B, 18)`` float32 in the layout of the published BEVFormer, or None: absolute pose and
-        yaw of the EGO, or their change since the previous frame.
+    can_bus: ``(B, 18)`` float32 in the layout of the published BEVFormer, or None: translation [m]
+        (0:3) and yaw [degrees] (17) as changes since the previous frame, yaw [rad] (16) absolute,
+        all of the EGO.
     history: the previous key frames, oldest first, each a Batch of the same size without targets.
     """
 
@@ -88,7 +89,7 @@ class Batch:
         return self.size
 
     def to(self, *args: Any, **kwargs: Any) -> "Batch":
-        """Move to a device; the poses stay float64 and integers keep their type, so pass no dtype."""
+        """Move to a device. Pass no dtype: poses are float64, and integers keep their type."""
         return _map_tensors(self, lambda value: value.to(*args, **kwargs))
 
     def pin_memory(self) -> "Batch":
@@ -195,7 +196,8 @@ class Batch:
                 check(f"{name}.count", cloud.count, (size,), torch.int64)
                 if bool((cloud.count > cloud.features.shape[1]).any()):
                     raise ValueError(
-                        f"Batch.{name}.count {cloud.count.tolist()} exceeds the {cloud.features.shape[1]} rows"
+                        f"Batch.{name}.count {cloud.count.tolist()} exceeds the "
+                        f"{cloud.features.shape[1]} rows"
                     )
         if self.targets is not None:
             boxes = self.targets

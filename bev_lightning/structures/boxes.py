@@ -46,7 +46,7 @@ class Boxes3D:
 
     @classmethod
     def stack(cls, samples: Sequence["Boxes3D"]) -> "Boxes3D":
-        """Batch boxes ``(M_b,)`` of several samples to ``(B, max M_b)``, padding the shorter ones."""
+        """Boxes ``(M_b,)`` of several samples as ``(B, max M_b)``, padding the shorter ones."""
         longest = max(sample.num for sample in samples)
         padded = [sample.pad(longest) for sample in samples]
         columns: dict[str, Any] = {}
@@ -99,8 +99,8 @@ class Boxes3D:
         """The same boxes in another frame.
 
         Args:
-            dst_from_src: ``(..., 4, 4)``, rotation about z with optional uniform scale or mirroring,
-                and translation; leading dimensions as those of ``valid`` without M.
+            dst_from_src: ``(..., 4, 4)``, rotation about z with optional uniform scale or
+                mirroring, and translation; leading dimensions as those of ``valid`` without M.
 
         Autocast does not reach it.
         """
@@ -119,8 +119,8 @@ class Boxes3D:
         )
 
     def corners(self) -> Tensor:
-        """``(..., M, 8, 3)`` [m]: the bottom face's four corners (front left, front right, back right,
-        back left), then the top face's in the same order."""
+        """``(..., M, 8, 3)`` [m]: the bottom face's four corners (front left, front right, back
+        right, back left), then the top face's in the same order."""
         unit = self.centre.new_tensor(
             [
                 [x, y, z]

@@ -4,8 +4,8 @@ A transform is named ``dst_from_src`` and is a ``(..., 4, 4)`` matrix that takes
 vectors of the frame ``src`` to the frame ``dst``, so that neighbours cancel when they are chained:
 ``image_from_global = image_from_lidar @ lidar_from_global``.
 
-An *image* frame holds ``(u * d, v * d, d, 1)`` for the pixel ``(u, v)`` at depth ``d`` metres; pixel
-``(0, 0)`` is the CENTRE of the top-left pixel, as in the nuScenes intrinsics and OpenCV.
+An *image* frame holds ``(u * d, v * d, d, 1)`` for the pixel ``(u, v)`` at depth ``d`` metres;
+pixel ``(0, 0)`` is the CENTRE of the top-left pixel, as in the nuScenes intrinsics and OpenCV.
 """
 
 import math
@@ -40,10 +40,10 @@ def intrinsic_to_transform(intrinsic: Tensor) -> Tensor:
 
 
 def pixel_map_to_transform(network_from_original: Tensor) -> Tensor:
-    """Lift an affine map of pixels ``(..., 3, 3)`` to a transform ``(..., 4, 4)`` between image frames.
+    """Lift an affine map of pixels ``(..., 3, 3)`` to a transform ``(..., 4, 4)`` of image frames.
 
-    An image frame stores ``(u d, v d, d, 1)``, so the shift of the pixel map multiplies the depth: it
-    stands in the third column, not in the fourth.
+    An image frame stores ``(u d, v d, d, 1)``, so the shift of the pixel map multiplies the depth:
+    it stands in the third column, not in the fourth.
     """
     return make_transform(
         network_from_original, network_from_original.new_zeros(network_from_original.shape[:-1])
@@ -87,7 +87,7 @@ def project(image_from_src: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def yaw_of(dst_from_src: Tensor) -> Tensor:
-    """Yaw ``(...)`` [rad] of the x axis of ``src`` in the x-y plane of ``dst``, counter-clockwise."""
+    """Yaw ``(...)`` [rad] of the x axis of ``src`` in the x-y plane of ``dst``, CCW."""
     return torch.atan2(dst_from_src[..., 1, 0], dst_from_src[..., 0, 0])
 
 

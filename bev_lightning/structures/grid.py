@@ -38,7 +38,7 @@ class BevGrid:
             if size <= 0 or abs(extent / size - round(extent / size)) > 1e-3:
                 raise ValueError(
                     f"BevGrid cell {self.cell} does not divide the range {self.range} evenly along "
-                    f"{'xy'[axis]}: {extent} m / {size} m = {extent / size if size else float('inf'):.3f} cells"
+                    f"{'xy'[axis]}, where its extent is {extent} m; choose a cell that does"
                 )
 
     @property

@@ -40,9 +40,11 @@ class LidarInput:
 
     Attributes:
         range: x_min, y_min, z_min, x_max, y_max, z_max [m]; points outside are dropped.
-        sweeps: sweeps before the key frame to add to it, 0 to 10; a scene's first frames have fewer.
+        sweeps: sweeps before the key frame to add to it, 0 to 10; a scene's first frames have
+            fewer.
         max_points: points kept per sample, the key frame's and the youngest sweeps' first.
-        min_distance: points closer than this to the sensor in x and y [m] are dropped (the ego car).
+        min_distance: points closer than this to the sensor in x and y [m] are dropped (the ego
+            car).
     """
 
     range: tuple[float, float, float, float, float, float]

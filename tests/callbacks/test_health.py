@@ -27,7 +27,9 @@ def test_finite_losses_pass():
 def test_names_the_term_the_step_and_the_samples(value: float):
     callback = FiniteLoss()
     step(callback, 0, heatmap=1.0, box=1.0)
-    with pytest.raises(InputError, match=r"loss box is not finite at micro-step 1 \(samples token-1\)"):
+    with pytest.raises(
+        InputError, match=r"loss box is not finite at micro-step 1 \(samples token-1\)"
+    ):
         step(callback, 1, heatmap=1.0, box=value)
 
 

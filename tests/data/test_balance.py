@@ -59,4 +59,3 @@ def test_repeated_samples_are_augmented_anew(make_tree, tmp_path: Path) -> None:
     assert len(np.unique(matrices[:, 0, 0])) == 3
     # Still knows the frame before, which the selection may leave out.
     assert drawn[3].batch.has_previous.tolist() == [True]
-

@@ -71,9 +71,7 @@ def database(index) -> ObjectDatabase:
 
 def source(index, database, paste: Paste = PASTE, split: str = "mini_val", **kwargs) -> FrameSource:
     paster = Paster(paste, database, CLASSES, seed=7)
-    return FrameSource(
-        index, index.split(split), INPUTS, CLASSES, seed=7, paster=paster, **kwargs
-    )
+    return FrameSource(index, index.split(split), INPUTS, CLASSES, seed=7, paster=paster, **kwargs)
 
 
 def test_database_holds_the_objects_of_the_split_with_their_points(index, database) -> None:
