@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -290,8 +291,23 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _instantiate(node: DictConfig) -> Any:
-    # A copy: the configuration is read-only, and nothing edits it.
-    return instantiate(OmegaConf.to_container(node, resolve=True), _convert_="all")
+    """Build what a node describes; a value that a constructor refuses is the user's to mend."""
+    try:
+        # A copy: the configuration is read-only, and nothing edits it.
+        return instantiate(OmegaConf.to_container(node, resolve=True), _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, InputError):
+            raise cause from None
+        if isinstance(cause, (TypeError, ValueError)):
+            place = ".".join(filter(None, [node._get_full_key(None), _full_key(error)]))
+            raise InputError(f"the values under {place} do not fit: {cause}") from error
+        raise
+
+
+def _full_key(error: InstantiationException) -> str:
+    found = re.search(r"full_key: (\S+)", str(error))
+    return found[1] if found else ""
 
 
 def _list(what: str, names: list[str]) -> str:

@@ -66,6 +66,11 @@ class Tables(NuScenes):
                     f"the table {path} ({path.stat().st_size} bytes) is not JSON ({error}): "
                     f"download the metadata of {version} again"
                 ) from None
+            if not isinstance(getattr(self, name), list):
+                raise InputError(
+                    f"the table {path} holds no list of records: download the metadata of "
+                    f"{version} again"
+                )
         if not self.map:
             raise InputError(
                 f"the table {root / version / 'map.json'} is empty: download the metadata again"
@@ -165,7 +170,7 @@ def _read_scene(
             )
         reading = tables.get("sample_data", record["data"][LIDAR])
         pose = tables.get("ego_pose", reading["ego_pose_token"])
-        poses.append(np.array(pose["translation"] + pose["rotation"], dtype=np.float64))
+        poses.append(_pose("ego_pose", pose))
         times.append(reading["timestamp"] * 1e-6)
     derived = None if messages else derive_motion(np.stack(poses), np.array(times))
     for number, record in enumerate(records):
@@ -204,22 +209,76 @@ def _readings(tables: Tables, record: dict[str, Any]) -> Readings:
         token=tuple(r["token"] for *_, r in rows),
         path=tuple(_relative(r["filename"], r["token"]) for *_, r in rows),
         timestamp=np.array([r["timestamp"] for *_, r in rows], dtype=np.int64),
-        ego_from_sensor=np.array(
-            [c["translation"] + c["rotation"] for c in calibrations], dtype=np.float64
-        ),
-        global_from_ego=np.array(
-            [p["translation"] + p["rotation"] for p in poses], dtype=np.float64
-        ),
-        intrinsic=np.array(
-            [c["camera_intrinsic"] or np.zeros((3, 3)) for c in calibrations], np.float64
+        ego_from_sensor=np.stack([_pose("calibrated_sensor", c) for c in calibrations]),
+        global_from_ego=np.stack([_pose("ego_pose", p) for p in poses]),
+        intrinsic=np.stack(
+            [
+                _intrinsic(c) if channel.startswith("CAM") else np.zeros((3, 3))
+                for c, (channel, *_) in zip(calibrations, rows, strict=True)
+            ]
         ),
         size=np.array([[r["height"] or 0, r["width"] or 0] for *_, r in rows], dtype=np.int64),
     )
 
 
-def _relative(filename: str, token: str) -> str:
-    """The path with forward slashes. Raises InputError where it leaves the root."""
-    path = PurePosixPath(filename.replace("\\", "/"))
+def _numbers(table: str, record: dict[str, Any], field: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The finite float64 numbers of a record's field; raises InputError where it holds others."""
+    try:
+        numbers = np.array(record[field], dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
+    if numbers.shape != shape or not np.isfinite(numbers).all():
+        size = " x ".join(str(length) for length in shape)
+        raise InputError(
+            f"the record {record['token']} of {table}.json has {field} = {record[field]!r} where "
+            f"{size} finite numbers belong; download the metadata again"
+        )
+    return numbers
+
+
+def _rotation(table: str, record: dict[str, Any]) -> np.ndarray:
+    quaternion = _numbers(table, record, "rotation", (4,))
+    if not np.any(quaternion):
+        raise InputError(
+            f"the record {record['token']} of {table}.json has a rotation of four zeros, which "
+            f"turns nothing; download the metadata again"
+        )
+    return quaternion
+
+
+def _pose(table: str, record: dict[str, Any]) -> np.ndarray:
+    translation = _numbers(table, record, "translation", (3,))
+    return np.concatenate([translation, _rotation(table, record)])
+
+
+def _intrinsic(calibration: dict[str, Any]) -> np.ndarray:
+    matrix = _numbers("calibrated_sensor", calibration, "camera_intrinsic", (3, 3))
+    if np.linalg.det(matrix) == 0:
+        raise InputError(
+            f"the record {calibration['token']} of calibrated_sensor.json has a camera_intrinsic "
+            f"that no image can come from: {matrix.tolist()}; download the metadata again"
+        )
+    return matrix
+
+
+def _box_size(record: dict[str, Any]) -> np.ndarray:
+    size = _numbers("sample_annotation", record, "size", (3,))
+    if not (size > 0).all():
+        raise InputError(
+            f"the record {record['token']} of sample_annotation.json has the size {size.tolist()}, "
+            f"which must be positive; download the metadata again"
+        )
+    return size
+
+
+def _relative(filename: Any, token: str) -> str:
+    """The path with forward slashes. Raises InputError where it is none or leaves the root."""
+    path = PurePosixPath(filename.replace("\\", "/")) if isinstance(filename, str) else None
+    if path is None or not path.parts:
+        raise InputError(
+            f"sample_data {token} has filename = {filename!r} where the path of a file belongs; "
+            f"download the metadata again"
+        )
     if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
         raise InputError(
             f"sample_data {token} names the file {filename!r}, which lies outside data.root: "
@@ -232,7 +291,8 @@ def _relative(filename: str, token: str) -> str:
 def _annotations(tables: Tables, tokens: list[str]) -> Annotations:
     records = [tables.get("sample_annotation", token) for token in tokens]
     num = len(records)
-    sizes = np.array([r["size"] for r in records], dtype=np.float64).reshape(num, 3)
+    table = "sample_annotation"
+    sizes = np.array([_box_size(r) for r in records]).reshape(num, 3)
     return Annotations(
         token=tuple(tokens),
         instance=tuple(r["instance_token"] for r in records),
@@ -244,9 +304,9 @@ def _annotations(tables: Tables, tokens: list[str]) -> Annotations:
             else ""
             for r in records
         ),
-        centre=np.array([r["translation"] for r in records], dtype=np.float64).reshape(num, 3),
+        centre=np.array([_numbers(table, r, "translation", (3,)) for r in records]).reshape(num, 3),
         size=sizes[:, [1, 0, 2]],  # nuScenes stores width, length, height
-        rotation=np.array([r["rotation"] for r in records], dtype=np.float64).reshape(num, 4),
+        rotation=np.array([_rotation(table, r) for r in records]).reshape(num, 4),
         velocity=np.array([_velocity(tables, token) for token in tokens], np.float64).reshape(
             num, 3
         ),

@@ -30,8 +30,17 @@ class CameraInput:
     def __post_init__(self) -> None:
         for name in ("size", "channels", "mean", "std"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not self.scale > 0:
-            raise ValueError(f"CameraInput.scale {self.scale} must be positive")
+        if len(self.size) != 2 or len(self.mean) != 3 or len(self.std) != 3 or not self.channels:
+            raise ValueError(
+                f"CameraInput takes size = height, width, three numbers each for mean and std, and "
+                f"at least one channel, got size={self.size}, mean={self.mean}, std={self.std}, "
+                f"channels={self.channels}"
+            )
+        if not self.scale > 0 or min(self.size) < 1 or min(self.std) <= 0:
+            raise ValueError(
+                f"CameraInput.size {self.size}, std {self.std} and scale {self.scale} must be "
+                f"positive"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The tables through the devkit: same answers, and a sentence for each kind of breakage."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -196,3 +197,45 @@ def test_real_frames_equal_the_devkit() -> None:
             np.testing.assert_allclose(centres, [box.center for box in boxes], atol=1e-8)
         velocities = [tables.box_velocity(token) for token in sample.annotations.token]
         np.testing.assert_array_equal(sample.annotations.velocity, np.reshape(velocities, (-1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "value", "message"),
+    [
+        ("ego_pose", "translation", [1.0, 2.0], "translation = .* 3 finite numbers"),
+        ("ego_pose", "translation", [math.nan, 0.0, 0.0], "3 finite numbers"),
+        ("ego_pose", "rotation", [0, 0, 0, 0], "ego_pose.json has a rotation of four zeros"),
+        ("sample_annotation", "size", [1.0, "wide", 1.0], "size = .* 3 finite numbers"),
+        ("sample_annotation", "size", [1.0, -1.0, 1.0], "must be positive"),
+        ("sample_data", "filename", "", "where the path of a file belongs"),
+        ("sample_data", "filename", None, "where the path of a file belongs"),
+    ],
+)
+def test_records_that_hold_no_numbers_are_named(make_tree, table, field, value, message) -> None:
+    root = make_tree()
+    path = root / "v1.0-mini" / f"{table}.json"
+    records = json.loads(path.read_text())
+    for record in records:
+        record[field] = value
+    path.write_text(json.dumps(records))
+    with pytest.raises(InputError, match=message):
+        read(root)
+
+
+def test_camera_matrix_that_projects_nothing_is_refused(make_tree) -> None:
+    root = make_tree()
+    path = root / "v1.0-mini" / "calibrated_sensor.json"
+    records = json.loads(path.read_text())
+    for record in records:
+        if record["camera_intrinsic"]:
+            record["camera_intrinsic"] = [[0.0] * 3] * 3
+    path.write_text(json.dumps(records))
+    with pytest.raises(InputError, match="that no image can come from"):
+        read(root)
+
+
+def test_table_that_is_no_list_is_refused(make_tree) -> None:
+    root = make_tree()
+    (root / "v1.0-mini" / "sample_annotation.json").write_text("null")
+    with pytest.raises(InputError, match=r"sample_annotation.json holds no list"):
+        read(root)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bev_lightning.structures import Batch, Boxes3D, Cameras, Inputs, Points
+from bev_lightning.structures import Batch, Boxes3D, CameraInput, Cameras, Inputs, Points
 
 
 def sample(token: str, num_points: int = 3, num_boxes: int = 1) -> Batch:
@@ -61,6 +61,20 @@ def test_validate_names_the_sample_and_the_field():
         ).validate()
     with pytest.raises(ValueError, match="exceeds"):
         replace(sample("a"), points=Points(torch.ones(1, 2, 5), torch.tensor([3]))).validate()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"size": (96,)}, "height, width"),
+        ({"size": (96, 256), "std": (1, 1)}, "three numbers"),
+        ({"size": (96, 256), "scale": 0.0}, "positive"),
+        ({"size": (0, 256)}, "positive"),
+    ],
+)
+def test_a_camera_input_that_cannot_be(wrong: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        CameraInput(**wrong)
 
 
 def test_a_model_reads_at_least_one_sensor():
