@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     from lightning.pytorch.callbacks import ProgressBar
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+    # Lightning 2.6 asks torch in a way that 2.14 deprecates; nothing that a user could mend.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
     arguments = _instantiate(cfg.trainer)
     if arguments["accelerator"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cpus, processes = detect_machine().num_cpus, arguments["devices"]
