@@ -33,7 +33,8 @@ from bev_lightning.composition import (
     quote_choices,
 )
 from bev_lightning.errors import InputError
-from bev_lightning.rules import check, check_machine, resolve
+from bev_lightning.resolution import resolve
+from bev_lightning.rules import check, check_machine
 
 __all__ = ["check", "check_machine", "config_dir", "entry", "load", "quote_choices", "resolve"]
 

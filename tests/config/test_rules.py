@@ -196,7 +196,7 @@ def test_what_is_said_stays_said() -> None:
 
 
 def test_auto_loader_without_dali(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bev_lightning.rules._has_dali", lambda: False)
+    monkeypatch.setattr("bev_lightning.resolution._has_dali", lambda: False)
     assert resolve(load("train"), CPU).loader._target_.endswith("TorchLoader")
 
 
