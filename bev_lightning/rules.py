@@ -63,7 +63,14 @@ def check(cfg: DictConfig) -> None:
     Raises:
         InputError: one sentence that names the key, the value and the mend.
     """
-    for rule in (_check_numbers, _check_axes, _check_length, _check_data, _check_checkpoints):
+    for rule in (
+        _check_numbers,
+        _check_axes,
+        _check_length,
+        _check_data,
+        _check_checkpoints,
+        _check_bench,
+    ):
         try:
             rule(cfg)
         except OmegaConfBaseException as error:
@@ -263,6 +270,12 @@ def _check_checkpoints(cfg: DictConfig) -> None:
             "init_from and resume are both set; use resume=FILE to go on with a run, or "
             "init_from=FILE to start a new one from its weights"
         )
+
+
+def _check_bench(cfg: DictConfig) -> None:
+    if _get(cfg, "verb") == "bench" and _get(cfg, "bench") is None:
+        known = sorted(path.stem for path in (config_dir() / "bench").glob("*.yaml"))
+        raise InputError(f"bench does not say what to measure; give bench={' or '.join(known)}")
 
 
 def _check_conversion(cfg: DictConfig) -> None:

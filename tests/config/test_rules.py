@@ -257,3 +257,8 @@ def test_the_can_bus_is_not_augmented() -> None:
     check(load("train", ["model=bevformer_tiny", "data=nuscenes", "data.augment=null"]))
     # Nothing is augmented there.
     check(load("evaluate", ["model=bevformer_tiny", "data=nuscenes", "ckpt=a.ckpt"]))
+
+
+def test_bench_without_a_name_is_told_the_names() -> None:
+    with pytest.raises(InputError, match="give bench="):
+        check(load("bench"))

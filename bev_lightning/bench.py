@@ -1,0 +1,28 @@
+"""Measures this machine: ``python -m bev_lightning.bench bench=NAME [KEY=VALUE ...]``."""
+
+from omegaconf import DictConfig
+
+from bev_lightning.config import entry
+
+
+@entry("bench")
+def main(cfg: DictConfig) -> None:
+    """Measure, print the table and leave bench.json, bench.md and bench.png in the run
+    directory."""
+    from pathlib import Path
+
+    from hydra.utils import instantiate
+
+    from bev_lightning.accelerate.plan import detect_machine
+    from bev_lightning.benches.report import write_report
+
+    machine = detect_machine()
+    # bev_lightning.benches.NAME.FUNCTION(cfg, ...): its rows and what is to be said below them.
+    name = cfg.bench["_target_"].split(".")[-2]
+    rows, notes = instantiate(cfg.bench, _partial_=True)(cfg)
+    print(f"bench={name} on {machine}\n")
+    print(write_report(Path(cfg.paths.run), name, machine.to_dict(), rows, notes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What ``python -m bev_lightning.bench`` measures, one file a bench."""
