@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -54,9 +55,6 @@ def share_out(loop: Callable[..., None], count: int, *arguments: Any) -> None:
         return
     bounds = [count * part // parts for part in range(parts + 1)]
     with ThreadPoolExecutor(parts) as pool:
-        jobs = [
-            pool.submit(loop, start, stop, *arguments)
-            for start, stop in zip(bounds, bounds[1:], strict=False)
-        ]
+        jobs = [pool.submit(loop, start, stop, *arguments) for start, stop in pairwise(bounds)]
         for job in jobs:
             job.result()
