@@ -2,8 +2,10 @@
 
 The lift of Lift, Splat, Shoot (Philion and Fidler 2020, section 3) is an outer product
 ``depth (D, h, w) x features (C, h, w)``, pooled over the BEV cells its points fall into. The
-product is never materialised: a cell is a short list of (pixel, depth weight) pairs, a sparse
-matrix times the features.
+product is never materialised: a cell is an interval in a list of points sorted by cell (as in
+BEVPoolV2, Huang and Huang 2022), and each sum has one owner, which adds in the list's order and
+writes once. So there is no atomic addition and the result is the same to the bit at every run and
+thread count.
 """
 
 from dataclasses import dataclass
@@ -11,143 +13,193 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from bev_lightning.ops.backend import choose
 
 
 @dataclass(frozen=True)
 class PoolIndex:
     """Which points fall into which cell; it depends on the calibration and the grid alone, so that
-    it can be built once for a fixed rig and passed to :func:`bev_pool_indexed` again and again.
+    it can be built once for a fixed rig.
 
-    P counts the points inside the grid. A point is a pixel at one of its D depths; points are
-    numbered pixel by pixel, as in a ``(B, N, h, w, D)`` tensor. All tensors are int32 (int64 past
-    2^31 points).
+    A point is a pixel at one of its D depths; points are numbered as in a ``(B, N, D, h, w)``
+    tensor and there are P. No length depends on the calibration, so that building needs no host
+    synchronisation and shapes are the same at every step. All tensors are int32.
 
     Attributes:
-        points: ``(P,)`` number of each point, ascending: the order of pixels.
-        cells: ``(P,)`` its cell, numbered as in a ``(B, Y, X)`` tensor.
-        pixel_starts: ``(B * N * h * w,)`` first row of each pixel in ``points`` and ``cells``.
-        order: ``(P,)`` rows of ``points`` sorted by cell, ascending within a cell.
-        pixels: ``(P,)`` pixel of each row of ``order``, numbered as in a ``(B, N, h, w)`` tensor.
-        cell_starts: ``(B * Y * X,)`` first row of each cell in ``order`` and ``pixels``.
-        batch_size: B.
+        cells: ``(B, N, D, h, w)`` cell ``j * X + i`` of each point, -1 outside the grid.
+        points: ``(P,)`` points sorted by sample and cell, ascending within a cell; those outside
+            the grid come last.
+        pixels: ``(P,)`` pixel of each row of ``points``, numbered as in a ``(B, N, h, w)`` tensor.
+        starts: ``(B * Y * X + 1,)`` first row of each cell in ``points``, and the end of the last.
         shape: Y, X.
     """
 
-    points: Tensor
     cells: Tensor
-    pixel_starts: Tensor
-    order: Tensor
+    points: Tensor
     pixels: Tensor
-    cell_starts: Tensor
-    batch_size: int
+    starts: Tensor
     shape: tuple[int, int]
 
 
 @torch.no_grad()
 def build_pool_index(cells: Tensor, shape: tuple[int, int]) -> PoolIndex:
-    """Sort the points inside the grid by pixel and by cell.
+    """Sort the points by cell, where ``cells`` is.
+
+    Under training augmentation this happens in every step. It belongs on the device that pools, not
+    into the loader: the cells follow from a few 4 x 4 matrices, while the index is 8 bytes a point,
+    which the loader would have to sort and ship.
 
     Args:
         cells: ``(B, N, D, h, w)`` integer, BEV cell ``j * X + i`` of each point, -1 outside the
             grid.
         shape: Y, X of the grid.
+
+    Raises:
+        ValueError: more points or cells than an int32 counts.
     """
-    batch_size, _, num_depths = cells.shape[:3]
-    num_cells = shape[0] * shape[1]
-    integer = torch.int32 if max(cells.numel(), batch_size * num_cells) < 2**31 else torch.int64
-    by_pixel = cells.movedim(2, -1).reshape(batch_size, -1)
-    # The number of points inside the grid is known to the device only, and the size of every list
-    # below depends on it: the one host synchronisation of this file. A cached index never pays it.
-    points = (by_pixel.flatten() >= 0).nonzero().squeeze(1)
-    sample = torch.arange(batch_size, device=cells.device, dtype=by_pixel.dtype).unsqueeze(1)
-    cell = (by_pixel.long() + sample * num_cells).flatten()[points].to(integer)
-    pixel = (points // num_depths).to(integer)
-    # A stable sort: the order of summation, and so the last bit, is the same at every run.
-    sorted_cell, order = cell.sort(stable=True)
-    num_pixels = cells.numel() // num_depths
-    longest = max(num_pixels, batch_size * num_cells)
-    arange = torch.arange(longest, device=cells.device, dtype=integer)
-    return PoolIndex(
-        points=points.to(integer),
-        cells=cell,
-        pixel_starts=_first_rows(pixel, arange[:num_pixels]),
-        order=order.to(integer),
-        pixels=pixel[order],
-        cell_starts=_first_rows(sorted_cell, arange[: batch_size * num_cells]),
-        batch_size=batch_size,
-        shape=(shape[0], shape[1]),
-    )
+    height, width = int(shape[0]), int(shape[1])
+    if max(cells.numel(), cells.shape[0] * height * width) >= 2**31 - 1:
+        raise ValueError(
+            f"bev_pool counts points and cells in int32, which the frustum {tuple(cells.shape)} or "
+            f"the grid {(height, width)} exceeds; lower the batch size"
+        )
+    cells = cells.to(torch.int32).contiguous()
+    build = _build_index if choose(cells.device) == "numba" else _build_index_torch
+    return PoolIndex(cells, *build(cells, height * width), (height, width))
 
 
-def _first_rows(values: Tensor, wanted: Tensor) -> Tensor:
-    return torch.searchsorted(values, wanted, out_int32=wanted.dtype == torch.int32)
-
-
-def bev_pool(depth: Tensor, features: Tensor, cells: Tensor, shape: tuple[int, int]) -> Tensor:
+def bev_pool(depth: Tensor, features: Tensor, index: PoolIndex) -> Tensor:
     """Pool ``depth x features`` into BEV cells, ``out[b, :, cell] += depth[b, n, d, v, u] *
     features[b, n, :, v, u]``.
 
-    Sums are taken in float32 (float64 for float64 inputs), in a fixed order; gradients flow to the
-    depth and to the features.
+    Sums are taken in float32 (float64 for float64 inputs), whatever the precision around; gradients
+    flow to the depth and to the features.
 
     Args:
         depth: ``(B, N, D, h, w)`` weight of each point.
         features: ``(B, N, C, h, w)``.
-        cells: ``(B, N, D, h, w)`` integer, BEV cell ``j * X + i`` of each point, -1 outside the
-            grid.
-        shape: Y, X of the grid.
+        index: the cell of each point, from :func:`build_pool_index`.
 
     Returns:
-        ``(B, C, Y, X)`` in the type of ``features``; cells without a point are zero.
+        ``(B, C, Y, X)`` in the type of ``features``, laid out channels last; cells without a point
+        are zero.
+
+    Raises:
+        ValueError: the shapes do not fit one another.
     """
-    return bev_pool_indexed(depth, features, build_pool_index(cells, shape))
-
-
-def bev_pool_indexed(depth: Tensor, features: Tensor, index: PoolIndex) -> Tensor:
-    """:func:`bev_pool` with an index built before."""
     channels = features.shape[2]
-    accumulate = torch.promote_types(depth.dtype, features.dtype)
-    accumulate = torch.promote_types(accumulate, torch.float32)
-    rows = features.movedim(2, -1).reshape(-1, channels).to(accumulate)
-    weights = depth.movedim(2, -1).reshape(-1).to(accumulate)[index.points]
-    pooled: Tensor = _Pool.apply(weights, rows, index)
-    pooled = pooled.view(index.batch_size, *index.shape, channels)
-    return pooled.permute(0, 3, 1, 2).to(features.dtype)
+    if depth.shape != index.cells.shape or (
+        (*features.shape[:2], *features.shape[3:]) != (*depth.shape[:2], *depth.shape[3:])
+    ):
+        raise ValueError(
+            f"bev_pool got depth {tuple(depth.shape)} and features {tuple(features.shape)} for "
+            f"points {tuple(index.cells.shape)}"
+        )
+    rows = features.movedim(2, -1).reshape(-1, channels)
+    if choose(depth.device) == "reference":
+        pooled = _pool_reference(depth, rows, index)
+    else:
+        pooled = _pool(depth, rows, index.cells, index.points, index.pixels, index.starts)
+    return pooled.view(len(depth), *index.shape, channels).permute(0, 3, 1, 2)
 
 
-class _Pool(torch.autograd.Function):
-    """Rows of pixels ``(B * N * h * w, C)`` and weights of points ``(P,)`` to rows of cells
-    ``(B * Y * X, C)``."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, rows: Tensor, index: PoolIndex) -> Tensor:
-        ctx.save_for_backward(weights, rows)
-        ctx.index = index
-        return _sum_rows(rows, index.pixels, index.cell_starts, weights[index.order])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        weights, rows = ctx.saved_tensors
-        index: PoolIndex = ctx.index
-        grad = grad.contiguous()
-        # The gradient of a pixel is the same sum with the roles of pixels and cells exchanged, and
-        # the gradient of a weight is the dot product <row of its pixel, gradient of its cell>,
-        # which is the gradient of that exchanged sum with respect to its weights. Pixel by pixel
-        # both read memory in order, so this is several times faster than the backward of the
-        # forward sum.
-        with torch.enable_grad():
-            weights = weights.detach().requires_grad_(ctx.needs_input_grad[0])
-            grad_rows = _sum_rows(grad, index.cells, index.pixel_starts, weights)
-        grad_weights = None
-        if ctx.needs_input_grad[0]:
-            (grad_weights,) = torch.autograd.grad(grad_rows, weights, rows)
-        return grad_weights, grad_rows.detach(), None
+def _pool_reference(depth: Tensor, rows: Tensor, index: PoolIndex) -> Tensor:
+    """Rows of pixels ``(B * N * h * w, C)`` to rows of cells ``(B * Y * X, C)``: the product in
+    full, one row more for the points outside the grid."""
+    batch, num_cameras, _, height, width = depth.shape
+    num_cells = index.shape[0] * index.shape[1]
+    sample = torch.arange(batch, device=depth.device).view(-1, 1, 1, 1, 1)
+    target = torch.where(index.cells < 0, batch * num_cells, index.cells + sample * num_cells)
+    accumulate = _accumulate_type(depth, rows)
+    pixels = rows.to(accumulate).view(batch, num_cameras, 1, height, width, rows.shape[1])
+    lifted = (depth.to(accumulate).unsqueeze(-1) * pixels).flatten(0, -2)
+    pooled = lifted.new_zeros(batch * num_cells + 1, rows.shape[1])
+    return pooled.index_add(0, target.flatten(), lifted)[:-1].to(rows.dtype)
 
 
-def _sum_rows(table: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """``out[k] = sum over r in starts[k] .. starts[k + 1] of weights[r] * table[rows[r]]``."""
-    if not rows.numel():
-        # Tied to both inputs, so that an empty batch has zero gradients instead of none.
-        return table.new_zeros(starts.numel(), table.shape[1]) + weights.sum()
-    return F.embedding_bag(rows, table, starts, mode="sum", per_sample_weights=weights)
+@torch.library.custom_op("bev_lightning::bev_pool", mutates_args=())
+def _pool(
+    depth: Tensor, rows: Tensor, cells: Tensor, points: Tensor, pixels: Tensor, starts: Tensor
+) -> Tensor:
+    depth, rows = depth.contiguous(), rows.contiguous()
+    accumulate = _accumulate_type(depth, rows)
+    if choose(depth.device) == "triton":
+        from bev_lightning.ops.bev_pool_triton import pool
+
+        return pool(depth, rows, points, pixels, starts, accumulate)
+    from bev_lightning.ops.bev_pool_cpu import pool as pool_cpu
+
+    wide = pool_cpu(depth.to(accumulate), rows.to(accumulate), points, pixels, starts)
+    return wide.to(rows.dtype)
+
+
+@_pool.register_fake
+def _(
+    depth: Tensor, rows: Tensor, cells: Tensor, points: Tensor, pixels: Tensor, starts: Tensor
+) -> Tensor:
+    return rows.new_empty(starts.shape[0] - 1, rows.shape[1])
+
+
+@torch.library.custom_op("bev_lightning::bev_pool_backward", mutates_args=())
+def _pool_backward(
+    grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad, depth, rows = grad.contiguous(), depth.contiguous(), rows.contiguous()
+    accumulate = _accumulate_type(depth, rows)
+    if choose(depth.device) == "triton":
+        from bev_lightning.ops.bev_pool_triton import pool_backward
+
+        return pool_backward(grad, depth, rows, cells, accumulate)
+    from bev_lightning.ops.bev_pool_cpu import pool_backward as backward_cpu
+
+    wide = [tensor.to(accumulate) for tensor in (grad, depth, rows)]
+    grad_depth, grad_rows = backward_cpu(*wide, cells)
+    return grad_depth.to(depth.dtype), grad_rows.to(rows.dtype)
+
+
+@_pool_backward.register_fake
+def _(grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+    return depth.new_empty(depth.shape), rows.new_empty(rows.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    # The backward goes pixel by pixel: the cells as they are, its own intervals, are all it needs.
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    return *_pool_backward(grad, *ctx.saved_tensors), None, None, None, None
+
+
+_pool.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("bev_lightning::pool_index", mutates_args=())
+def _build_index(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
+    from bev_lightning.ops.bev_pool_cpu import sort_points
+
+    return sort_points(cells, num_cells)
+
+
+@_build_index.register_fake
+def _(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
+    points = cells.new_empty(cells.numel())
+    return points, torch.empty_like(points), cells.new_empty(cells.shape[0] * num_cells + 1)
+
+
+def _build_index_torch(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, num_depths, height, width = cells.shape
+    sample = torch.arange(batch, device=cells.device, dtype=torch.int32).view(-1, 1, 1, 1, 1)
+    key = torch.where(cells < 0, batch * num_cells, cells + sample * num_cells).flatten()
+    # A stable sort: the order of summation, and so the last bit, is the same at every run.
+    key, points = key.sort(stable=True)
+    wanted = torch.arange(batch * num_cells + 1, device=cells.device, dtype=torch.int32)
+    starts = torch.searchsorted(key, wanted, out_int32=True)
+    area = height * width
+    pixels = points // (num_depths * area) * area + points % area if area else points
+    return points.int(), pixels.int(), starts
+
+
+def _accumulate_type(depth: Tensor, rows: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(depth.dtype, rows.dtype), torch.float32)
