@@ -62,86 +62,33 @@ class TemporalSelfAttention(nn.Module):
         Returns:
             ``(B, Y * X, C)``, residual included.
         """
-        batch, queries, channels = query.shape
+        batch, queries, _ = query.shape
         told = torch.cat([previous, query + position], dim=-1)
-        value = self.value_proj(torch.stack([previous, current], dim=1).flatten(0, 1))
-        value = value.view(2 * batch, queries, self.num_heads, -1)
-        # Laid out (heads, maps, points); the maps go to the batch.
+        # The two maps are two levels of one value.
+        value = self.value_proj(torch.cat([previous, current], dim=1))
+        value = value.view(batch, 2 * queries, self.num_heads, -1)
         layout = (batch, queries, self.num_heads, 2, self.num_points)
         offsets = self.sampling_offsets(told).view(*layout, 2).float()
-        offsets = offsets.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)  # (2 B, Q, heads, P, 2)
         weights = self.attention_weights(told).view(layout).float().softmax(-1)
-        weights = weights.permute(0, 3, 1, 2, 4).flatten(0, 1)
-        places = references.flatten(0, 1)[:, :, None, None] + offsets / _cells(offsets, shape)[0]
-        seen = multi_scale_deformable_attention(
-            value, [shape], places.unsqueeze(3), weights.unsqueeze(3)
-        )
-        mean = seen.view(batch, 2, queries, channels).mean(1)
+        places = references.transpose(1, 2)[:, :, None, :, None] + offsets / _cells(offsets, shape)
+        mean = multi_scale_deformable_attention(value, [shape, shape], places, 0.5 * weights)
         return query + self.dropout(self.output_proj(mean))
 
 
 @dataclass(frozen=True)
 class VisibleQueries:
-    """Which BEV queries each camera sees, padded to a common length V.
+    """Which BEV queries each camera sees, and where.
 
     Attributes:
-        row: ``(B * N, V)`` int64 the query's row in a ``(B * Q, C)`` tensor, ascending, then
-            padding (row 0 of the sample).
-        valid: ``(B * N, V)`` bool, False for padding.
-        points: ``(B * N, V, D, 2)`` places x, y of the query's D height anchors in the image,
-            fractions; 0 for padding.
+        seen: ``(B, N, Q)`` bool, an anchor of the query is in front of the camera and in its image.
+        anchors: ``(B, N, Q, D, 2)`` places x, y of the query's D height anchors in the image,
+            fractions; they mean something where ``seen``.
         num_cameras: ``(B, Q)`` cameras that see the query, at least 1.
     """
 
-    row: Tensor
-    valid: Tensor
-    points: Tensor
+    seen: Tensor
+    anchors: Tensor
     num_cameras: Tensor
-
-
-@torch.no_grad()
-def find_visible(pixels: Tensor, is_seen: Tensor, share: float | None = None) -> VisibleQueries:
-    """Gather the queries that each camera sees.
-
-    Args:
-        pixels: ``(B, N, Q, D, 2)`` places of the anchors, fractions of the image.
-        is_seen: ``(B, N, Q, D)`` bool, the anchor is in front of the camera and in the image. A
-            query is seen with all its anchors where one of them is.
-        share: the largest share of the queries that a camera sees, which sets V beforehand: shapes
-            are then the same in every step and the device is never waited for. None counts them.
-
-    Raises:
-        RuntimeError: a camera sees more than ``share`` (on a GPU, at its next synchronisation).
-    """
-    batch, cameras, queries, anchors = is_seen.shape
-    mask = is_seen.any(-1)
-    count = mask.sum(-1)
-    if share is None:
-        # The one host synchronisation of the encoder, shared by its layers: how many queries a
-        # camera sees is known to the device only, and computing all of them costs several times
-        # more.
-        longest = max(1, int(count.max())) if count.numel() else 1
-    else:
-        longest = min(queries, math.ceil(share * queries))
-        torch._assert_async(
-            (count <= longest).all(), f"a camera sees more than {share} of the BEV queries"
-        )
-    # A query's place in the list is the number of seen queries before it; the rest land behind it.
-    place = torch.where(mask, mask.cumsum(-1) - 1, longest).clamp(max=longest)
-    row = torch.arange(queries, device=mask.device).expand_as(place)
-    index = row.new_zeros(batch, cameras, longest + 1).scatter_(2, place, row)[..., :longest]
-    valid = torch.arange(longest, device=mask.device) < count.unsqueeze(-1)
-    index = index * valid
-    points = pixels.gather(2, index[..., None, None].expand(-1, -1, -1, anchors, 2))
-    # What lies behind a camera may be infinitely far to its side.
-    points = (points * valid[..., None, None]).nan_to_num().clamp(-1e4, 1e4)
-    sample = torch.arange(batch, device=mask.device).view(-1, 1, 1)
-    return VisibleQueries(
-        row=(index + sample * queries).flatten(0, 1),
-        valid=valid.flatten(0, 1),
-        points=points.flatten(0, 1),
-        num_cameras=mask.sum(1).clamp(min=1),
-    )
 
 
 class SpatialCrossAttention(nn.Module):
@@ -201,18 +148,16 @@ class SpatialCrossAttention(nn.Module):
         Returns:
             ``(B, Q, C)``, residual included.
         """
-        rows, valid = visible.row.flatten(), visible.valid.unsqueeze(-1)
-        chosen = query.flatten(0, 1).index_select(0, rows).view(*visible.row.shape, -1) * valid
-        seen = self.deformable_attention(chosen, features, shapes, visible.points) * valid
-        slots = torch.zeros_like(query, dtype=seen.dtype).flatten(0, 1)
-        slots = slots.index_add(0, rows, seen.flatten(0, 1)).view_as(query)
+        slots = self.deformable_attention(query, features, shapes, visible)
         slots = slots / visible.num_cameras.unsqueeze(-1)
         return query + self.dropout(self.output_proj(slots))
 
 
 class ImageAttention(nn.Module):
-    """The attention of one image within :class:`SpatialCrossAttention`; point k belongs to the
-    height anchor k modulo D. Softmax over levels and points together."""
+    """The sum over the images within :class:`SpatialCrossAttention`; point k belongs to the height
+    anchor k modulo D. Softmax over levels and points together.
+
+    Offsets and weights follow from the query alone: all cameras that see it share them."""
 
     def __init__(
         self, channels: int, num_heads: int, num_levels: int, num_points: int, num_anchors: int
@@ -226,20 +171,24 @@ class ImageAttention(nn.Module):
         _initialise(self, num_heads, num_levels, num_points)
 
     def forward(
-        self, query: Tensor, features: Tensor, shapes: Sequence[tuple[int, int]], points: Tensor
+        self,
+        query: Tensor,
+        features: Tensor,
+        shapes: Sequence[tuple[int, int]],
+        visible: VisibleQueries,
     ) -> Tensor:
-        """Queries ``(M, V, C)``, features ``(M, S, C)`` and anchors ``(M, V, D, 2)`` to
-        ``(M, V, C)``."""
-        images, queries, _ = query.shape
-        value = self.value_proj(features).view(images, features.shape[1], self.num_heads, -1)
-        layout = (images, queries, self.num_heads, self.num_levels, self.num_points)
+        """Queries ``(B, Q, C)`` and features ``(B * N, S, C)`` to ``(B, Q, C)``."""
+        value = self.value_proj(features).unflatten(-1, (self.num_heads, -1))
+        layout = (*query.shape[:2], self.num_heads, self.num_levels, self.num_points)
         offsets = self.sampling_offsets(query).view(*layout, 2).float()
-        offsets = offsets / _cells(offsets, *shapes)
         weights = self.attention_weights(query).view(*layout[:3], -1).float().softmax(-1)
-        anchored = offsets.unflatten(4, (-1, self.num_anchors))  # (M, V, heads, L, P / D, D, 2)
-        places = points[:, :, None, None, None].float() + anchored
         return multi_scale_deformable_attention(
-            value, shapes, places.flatten(4, 5), weights.view(layout)
+            value,
+            shapes,
+            offsets / _cells(offsets, *shapes),
+            weights.view(layout),
+            visible.anchors,
+            visible.seen,
         )
 
 

@@ -14,7 +14,6 @@ from bev_lightning.models.attention import (
     SpatialCrossAttention,
     TemporalSelfAttention,
     VisibleQueries,
-    find_visible,
 )
 from bev_lightning.models.ego_motion import (
     EgoMotion,
@@ -60,7 +59,6 @@ class BEVEncoder(nn.Module):
         turn_centre: cell x, y about which the previous map is turned; None takes the origin of the
             model frame. The published tiny and small models turn about (100, 100), a corner of
             theirs.
-        visible_share: see :func:`find_visible`.
         gradient_checkpointing: recompute each layer in the backward pass instead of storing it.
     """
 
@@ -83,7 +81,6 @@ class BEVEncoder(nn.Module):
         motion: Literal["can_bus", "pose"] = "can_bus",
         use_can_bus: bool = True,
         turn_centre: tuple[float, float] | None = None,
-        visible_share: float | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -97,7 +94,6 @@ class BEVEncoder(nn.Module):
         self.turn_centre = origin_cell(grid)
         if turn_centre is not None:
             self.turn_centre = (float(turn_centre[0]), float(turn_centre[1]))
-        self.visible_share = visible_share
         self.gradient_checkpointing = gradient_checkpointing
         height, width = grid.shape
         self.queries = nn.Parameter(torch.randn(height * width, channels))
@@ -223,10 +219,11 @@ class BEVEncoder(nn.Module):
         return fractions.unflatten(2, layout), seen.unflatten(2, layout)
 
     def find_visible(self, image_from_lidar: Tensor, image_size: tuple[int, int]) -> VisibleQueries:
-        """Which queries each camera sees."""
+        """Which queries each camera sees: those of which it sees an anchor, with all of them."""
         with torch.no_grad():
-            fractions, seen = self.project_anchors(image_from_lidar, image_size)
-        return find_visible(fractions, seen, self.visible_share)
+            fractions, is_seen = self.project_anchors(image_from_lidar, image_size)
+            seen = is_seen.any(-1)
+            return VisibleQueries(seen, fractions, seen.sum(1).clamp(min=1))
 
     def _embed_features(self, maps: Sequence[Tensor]) -> Tensor:
         """``(B * N, S, C)`` cells of all levels, told apart by camera and level."""

@@ -2,12 +2,16 @@
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
-from bev_lightning.ops.bev_pool import bev_pool
+from bev_lightning.ops.bev_pool import PoolIndex, bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import project
+
+# Whole and last batch of a fixed rig, each mirrored too. One takes 12 bytes a point of the frustum.
+NUM_KEPT_INDICES = 4
 
 
 class LiftSplat(nn.Module):
@@ -59,6 +63,7 @@ class LiftSplat(nn.Module):
         self.num_depths = len(torch.arange(*self.depth_bins))
         self.out_channels = out_channels
         self.truncate_cells = truncate_cells
+        self._indices: dict[tuple[bytes | int, ...], PoolIndex] = {}
         num_predicted = self.num_depths + out_channels
         if lidar_depth:
             self.depth_encoder: nn.Module | None = nn.Sequential(
@@ -98,9 +103,37 @@ class LiftSplat(nn.Module):
         logits, context = self.predict_depth(features, cameras, points)
         # The distribution is float32 under autocast: bins far from the peak matter in the sum.
         depth = logits.float().softmax(dim=2)
-        cells = self.cells(cameras, (features.shape[-2], features.shape[-1]))
-        bev = bev_pool(depth, context, cells, self.pool_grid.shape)
+        index = self.pool_index(cameras, (features.shape[-2], features.shape[-1]))
+        bev = bev_pool(depth, context, index)
         return self.downsample(bev), logits
+
+    def pool_index(self, cameras: Cameras, size: tuple[int, int]) -> PoolIndex:
+        """Which cell each point of the frustum falls into, for :func:`bev_pool`.
+
+        On a CPU the indices of the last few calibrations are kept, so that a fixed rig builds its
+        own once. On a GPU every step builds it anew: to know that the matrices are those of before
+        the host would have to wait for the device, and what that saves is one sort that nobody
+        waits for.
+
+        Args:
+            size: h, w of the feature map.
+        """
+        matrices = cameras.image_from_lidar
+        # A fake tensor has no content, and a compiled graph must not remember one.
+        is_fake = isinstance(matrices, FakeTensor) or torch.compiler.is_compiling()
+        if matrices.device.type != "cpu" or is_fake:
+            return build_pool_index(self.cells(cameras, size), self.pool_grid.shape)
+        content = matrices.detach().contiguous().numpy().tobytes()
+        key = (content, *cameras.images.shape[:2], *cameras.images.shape[-2:], *size)
+        index = self._indices.pop(key, None)
+        if index is None:
+            # Validation's inference mode would leave tensors that training cannot save.
+            with torch.inference_mode(False):
+                index = build_pool_index(self.cells(cameras, size), self.pool_grid.shape)
+        self._indices[key] = index
+        if len(self._indices) > NUM_KEPT_INDICES:
+            del self._indices[next(iter(self._indices))]
+        return index
 
     def predict_depth(
         self, features: Tensor, cameras: Cameras, points: Points | None

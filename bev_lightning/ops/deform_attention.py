@@ -97,14 +97,16 @@ def _attend_reference(
     total = torch.as_tensor(total, dtype=accumulate)
     total = total.expand(batch, queries, value.shape[2] * value.shape[3])
     repeats = weights.shape[4] // anchors.shape[3]
-    with torch.autocast(value.device.type, enabled=False):
-        maps = value.to(accumulate).unflatten(0, (batch, num_views))
-        for view in range(num_views):
-            anchor = anchors[:, view].to(accumulate).nan_to_num().repeat(1, 1, repeats, 1)
-            places = locations.to(accumulate) + anchor[:, :, None, None]
-            summed = _sample(maps[:, view], shapes, places, weights.to(accumulate))
-            if summed is not None:
-                total = total + torch.where(seen[:, view, :, None], summed, 0.0)
+    # No operation below is one that autocast would lower.
+    maps = value.to(accumulate).unflatten(0, (batch, num_views))
+    for view in range(num_views):
+        # What lies behind a camera may be infinitely far to its side.
+        anchor = anchors[:, view].to(accumulate).nan_to_num().clamp(-1e4, 1e4)
+        anchor = anchor.repeat(1, 1, repeats, 1)
+        places = locations.to(accumulate) + anchor[:, :, None, None]
+        summed = _sample(maps[:, view], shapes, places, weights.to(accumulate))
+        if summed is not None:
+            total = total + torch.where(seen[:, view, :, None], summed, 0.0)
     return total.to(value.dtype)
 
 

@@ -1,14 +1,16 @@
 """The encoder against a plain implementation: one query, camera, head and point at a time."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.attention import SpatialCrossAttention, find_visible
+from bev_lightning.models.attention import SpatialCrossAttention
 from bev_lightning.models.bev_encoder import BEVEncoder, EncoderLayer, PreviousBev
+from bev_lightning.ops.backend import use_reference
 from bev_lightning.structures import BevGrid
 
 # Neither square nor centred, so that a swapped x and y shows.
@@ -229,14 +231,6 @@ def test_rows_are_independent_and_their_order_is_irrelevant() -> None:
     torch.testing.assert_close(run(encoder, [1], 3, None), together[1:2])
 
 
-@torch.no_grad()
-def test_a_fixed_share_of_visible_queries_changes_nothing() -> None:
-    wanted = run(make_encoder(), [0, 1], 2)
-    torch.testing.assert_close(run(make_encoder(visible_share=1.0), [0, 1], 2), wanted)
-    with pytest.raises(RuntimeError, match=r"sees more than 0\.1 of the BEV queries"):
-        run(make_encoder(visible_share=0.1), [0, 1], 2)
-
-
 def test_gradient_checkpointing_changes_nothing() -> None:
     plain, frugal = make_encoder(), make_encoder(gradient_checkpointing=True)
     for encoder in (plain, frugal):
@@ -253,16 +247,25 @@ def test_nothing_visible() -> None:
     assert bool(torch.isfinite(bev).all())
 
 
-def test_find_visible_of_each_sample() -> None:
-    seen = torch.zeros(2, 1, 5, 2, dtype=torch.bool)
-    seen[0, 0, 3, 1] = seen[0, 0, 1] = True
-    seen[1, 0, 4] = True
-    pixels = torch.arange(20.0).view(2, 1, 5, 2, 1).expand(-1, -1, -1, -1, 2)
-    visible = find_visible(pixels, seen)
-    assert visible.valid.tolist() == [[True, True], [True, False]]
-    assert visible.row.tolist() == [[1, 3], [9, 5]]  # padding points at the sample's first query
-    assert visible.points[..., 0].tolist() == [[[2, 3], [6, 7]], [[18, 19], [0, 0]]]
-    assert visible.num_cameras.tolist() == [[1] * 5, [1] * 5]
+@torch.no_grad()
+def test_a_query_is_seen_with_any_of_its_anchors() -> None:
+    encoder, cameras = make_encoder(), make_inputs(2)[1]
+    _, is_seen = encoder.project_anchors(cameras, IMAGE)
+    visible = encoder.find_visible(cameras, IMAGE)
+    assert torch.equal(visible.seen, is_seen[..., 0] | is_seen[..., 1])
+    assert visible.seen.any() and (is_seen[..., 0] ^ is_seen[..., 1]).any()
+    assert torch.equal(visible.num_cameras, visible.seen.long().sum(1).clamp(min=1))
+
+
+def test_the_reference_agrees_with_its_gradients() -> None:
+    results = []
+    for context in (nullcontext(), use_reference()):
+        encoder = make_encoder()
+        with context:
+            bev = run(encoder, [0, 1], 2, [True, False])
+        bev.square().sum().backward()
+        results.append([bev.detach(), *(p.grad for p in encoder.parameters())])
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
 def test_bfloat16_autocast() -> None:

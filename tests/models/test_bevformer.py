@@ -52,8 +52,7 @@ def test_number_of_parameters(model: str, millions: float) -> None:
 
 @pytest.mark.parametrize("model", ["bevformer_tiny", "bevformer_base"])
 def test_one_step_at_full_size(model: str) -> None:
-    # What the cameras see is not known without memory: it is given as a share of the map.
-    cfg = load("train", [f"model={model}", "model.network.encoder.visible_share=0.3"])
+    cfg = load("train", [f"model={model}"])
     size = tuple(cfg.model.inputs.camera.size)
     with FakeTensorMode():
         network = build(cfg)

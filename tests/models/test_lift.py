@@ -1,9 +1,11 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.image import LiftFPN, ResNet
@@ -272,3 +274,24 @@ def test_camera_branch() -> None:
         both = branch(cameras)[0]
         second = branch(Cameras(images[1:], cameras.image_from_lidar[1:]))[0]
     torch.testing.assert_close(both[1:], second)
+
+
+def test_a_fixed_rig_builds_its_index_once() -> None:
+    lift, cameras = make_lift(), make_cameras()
+    with torch.inference_mode():
+        first = lift.pool_index(make_cameras(), FEATURE)
+    # What validation left serves training.
+    assert lift.pool_index(cameras, FEATURE) is first and not first.points.is_inference()
+    features = torch.randn(1, 2, 6, *FEATURE, requires_grad=True)
+    lift(features, cameras)[0].sum().backward()
+    assert features.grad is not None and features.grad.any()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        faked = replace(cameras, image_from_lidar=mode.from_tensor(cameras.image_from_lidar))
+        assert lift.pool_index(faked, FEATURE).points.shape == first.points.shape
+    for number in range(1, 5):
+        moved = cameras.image_from_lidar.clone()
+        moved[:, :, 0, 3] += number
+        index = lift.pool_index(replace(cameras, image_from_lidar=moved), FEATURE)
+        assert index is not first and not torch.equal(index.cells, first.cells)
+    assert lift.pool_index(cameras, FEATURE) is not first  # the oldest has made room
+    assert torch.equal(lift.pool_index(cameras, FEATURE).points, first.points)

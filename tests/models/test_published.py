@@ -88,10 +88,7 @@ def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
 
 
 def make_network(name: str) -> tuple[nn.Module, Any]:
-    words = [f"model={name}", "hardware=cpu"]
-    if name.startswith("bevformer"):
-        words.append(f"model.network.encoder.visible_share={SHARE_TRUE}")
-    cfg = load("train", words)
+    cfg = load("train", [f"model={name}", "hardware=cpu"])
     node = OmegaConf.to_container(cfg.model, resolve=True)
     return instantiate(node["network"], _convert_="all"), instantiate(
         node["inputs"], _convert_="all"

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bev_lightning.models.attention import ImageAttention, VisibleQueries
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
 from bev_lightning.models.bevformer_head import BEVFormerHead
 from bev_lightning.models.checkpoints import official_bevformer_keys
@@ -210,8 +211,27 @@ class Case:
             layer.temporal.register_forward_hook(keep(f"enc_layer{number}_tsa"))
             layer.spatial.register_forward_hook(keep(f"enc_layer{number}_sca"))
             layer.spatial.deformable_attention.register_forward_hook(
-                keep(f"enc_layer{number}_msda3d")
+                self._keep_views(f"enc_layer{number}_msda3d")
             )
+
+    def _keep_views(self, name: str) -> Callable[..., None]:
+        """The official attention gives each camera's part; ours their sum. One camera alone is its
+        part."""
+
+        def keep(module: ImageAttention, args: tuple[Any, ...], output: Tensor) -> None:
+            query, features, shapes, visible = args
+            batch, num_cameras = visible.seen.shape[:2]
+            parts = []
+            for n in range(num_cameras):
+                seen, anchors = visible.seen[:, n : n + 1], visible.anchors[:, n : n + 1]
+                alone = VisibleQueries(seen, anchors, visible.num_cameras)
+                image = features.unflatten(0, (batch, num_cameras))[:, n]
+                parts.append(module.forward(query, image, shapes, alone).detach())
+            assert torch.allclose(sum(parts), output, atol=1e-5)
+            self.inter[name] = torch.stack(parts, dim=1)
+            self.seen = visible.seen
+
+        return keep
 
     def flat_bev(self) -> Tensor:
         return self.bev.flatten(2).transpose(1, 2)
@@ -239,6 +259,13 @@ class EncoderCase(Case):
                     return
                 # Without history row 0 is as if alone in the official code too.
                 close(self.flat_bev()[:1], expected[:1], 1e-4, 1e-4)
+                return
+            if output.endswith("_msda3d"):
+                # Rows of each camera's queries, then padding.
+                for rows, seen, wanted in zip(
+                    self.inter[output][0], self.seen[0], expected, strict=True
+                ):
+                    close(rows[seen], wanted[: int(seen.sum())], 1e-4, 1e-4)
                 return
             actual = self.flat_bev() if output == "bev_embed" else self.inter[output]
             close(actual, expected, 1e-4, 1e-4)

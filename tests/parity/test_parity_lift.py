@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bev_lightning.models.checkpoints import official_lift_keys
 from bev_lightning.models.lift import LiftSplat, depth_map
-from bev_lightning.ops.bev_pool import bev_pool
+from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import pixel_map_to_transform
 
@@ -159,7 +159,8 @@ def test_pooling(folder: Path, module: str) -> None:
     name = f"{module}/frustum_feats_sample0_cam0"
     if name in outputs:
         torch.testing.assert_close(lifted, outputs[name], rtol=1e-4, atol=1e-5)
-    pooled = bev_pool(depth, context, official_cells(folder, lift), lift.pool_grid.shape)
+    index = build_pool_index(official_cells(folder, lift), lift.pool_grid.shape)
+    pooled = bev_pool(depth, context, index)
     wanted = outputs[f"{module}/bev_pooled"].transpose(-1, -2)
     torch.testing.assert_close(pooled, wanted, rtol=1e-4, atol=1e-4)
 
