@@ -66,7 +66,8 @@ def build_pool_index(cells: Tensor, shape: tuple[int, int]) -> PoolIndex:
         )
     cells = cells.to(torch.int32).contiguous()
     build = _build_index if choose(cells.device) == "numba" else _build_index_torch
-    return PoolIndex(cells, *build(cells, height * width), (height, width))
+    points, pixels, starts = build(cells, height * width)
+    return PoolIndex(cells, points, pixels, starts, (height, width))
 
 
 def bev_pool(depth: Tensor, features: Tensor, index: PoolIndex) -> Tensor:
@@ -153,8 +154,9 @@ def _pool_backward(
         return pool_backward(grad, depth, rows, cells, accumulate)
     from bev_lightning.ops.bev_pool_cpu import pool_backward as backward_cpu
 
-    wide = [tensor.to(accumulate) for tensor in (grad, depth, rows)]
-    grad_depth, grad_rows = backward_cpu(*wide, cells)
+    grad_depth, grad_rows = backward_cpu(
+        grad.to(accumulate), depth.to(accumulate), rows.to(accumulate), cells
+    )
     return grad_depth.to(depth.dtype), grad_rows.to(rows.dtype)
 
 

@@ -25,7 +25,7 @@ def pool(
     if not out.numel():
         return out
     block = min(triton.next_power_of_2(channels), 128)
-    with torch.cuda.device_of(rows):
+    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         _sum_points[(num_cells, triton.cdiv(channels, block))](
             depth, rows, points, pixels, starts, out, channels,
             ACCUMULATE=_TYPES[accumulate], POINTS=_POINTS, CHANNELS=block, num_warps=2,
@@ -41,7 +41,7 @@ def pool_backward(
     channels = rows.shape[1]
     grad_depth, grad_rows = torch.zeros_like(depth), torch.zeros_like(rows)
     if rows.numel() and num_depths:
-        with torch.cuda.device_of(rows):
+        with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
             _share_gradient[(len(rows),)](
                 grad, depth, rows, cells, grad_depth, grad_rows,
                 num_cameras, num_depths, height * width, len(grad) // batch, channels,

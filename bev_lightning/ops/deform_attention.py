@@ -78,7 +78,8 @@ def multi_scale_deformable_attention(
     if choose(value.device) == "reference":
         return _attend_reference(value, shapes, locations, weights, anchors, seen)
     sizes = [int(side) for shape in shapes for side in shape]
-    return _attend(value, sizes, locations, weights, anchors, seen)
+    attended: Tensor = _attend(value, sizes, locations, weights, anchors, seen)
+    return attended
 
 
 def _attend_reference(
@@ -98,7 +99,7 @@ def _attend_reference(
     total = total.expand(batch, queries, value.shape[2] * value.shape[3])
     repeats = weights.shape[4] // anchors.shape[3]
     # No operation below is one that autocast would lower.
-    maps = value.to(accumulate).unflatten(0, (batch, num_views))
+    maps = value.to(accumulate).reshape(batch, num_views, *value.shape[1:])
     for view in range(num_views):
         # What lies behind a camera may be infinitely far to its side.
         anchor = anchors[:, view].to(accumulate).nan_to_num().clamp(-1e4, 1e4)

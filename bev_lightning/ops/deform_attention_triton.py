@@ -72,7 +72,7 @@ def _launches(
     rows = max(1, min(_TILE // block, triton.next_power_of_2(queries)))
     grid = (triton.cdiv(queries, rows), heads, batch)
     start = 0
-    with torch.cuda.device_of(value):
+    with torch.cuda.device_of(value):  # type: ignore[no-untyped-call]
         for level, (height, width) in enumerate(zip(sizes[::2], sizes[1::2], strict=True)):
             if height * width:
                 numbers = (
