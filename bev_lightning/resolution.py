@@ -65,6 +65,11 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
             "_target_": "lightning.pytorch.strategies.SingleDeviceStrategy",
             "device": "cuda:0" if on_cuda else "cpu",
         }
+    elif trainer.strategy == "fsdp":
+        trainer.strategy = {
+            "_target_": "bev_lightning.accelerate.fsdp.ShardedStrategy",
+            "num_processes": hardware.devices * hardware.nodes,
+        }
     return on_cuda
 
 
