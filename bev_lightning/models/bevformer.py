@@ -1,6 +1,7 @@
 """BEVFormer: cameras and the previous bird's-eye view to the current one (Li et al., ECCV 2022)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ class BEVFormer(nn.Module):
         head: see :class:`bev_lightning.models.bevformer_head.BEVFormerHead`.
         pad_multiple: images are padded with zeros on the right and at the bottom to a multiple of
             this [pixels]; 1 pads nothing.
+        perspective: supervises the image branch in training, see
+            :class:`bev_lightning.models.perspective.PerspectiveHead`; None, as published, leaves
+            that out.
     """
 
     def __init__(
@@ -34,10 +38,12 @@ class BEVFormer(nn.Module):
         encoder: BEVEncoder,
         head: nn.Module,
         pad_multiple: int = 1,
+        perspective: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.backbone, self.neck, self.encoder, self.head = backbone, neck, encoder, head
         self.pad_multiple = pad_multiple
+        self.perspective = perspective
 
     @property
     def reads_can_bus(self) -> bool:
@@ -45,8 +51,19 @@ class BEVFormer(nn.Module):
         return self.encoder.motion == "can_bus" or self.encoder.can_bus_mlp is not None
 
     def forward(self, batch: Batch, previous: PreviousBev | None = None) -> BEVFormerPredictions:
-        bev = self.encode(batch, self.extract([batch])[0], previous)
-        return self.detect(bev, batch.targets if self.training else None)
+        maps = self.extract([batch])[0]
+        bev = self.encode(batch, maps, previous)
+        predictions = self.detect(bev, batch.targets if self.training else None)
+        if self.perspective is not None and self.training:
+            cameras = _cameras(batch)
+            told = self.perspective(maps[0], cameras.image_from_lidar, self.padded_size(cameras))
+            predictions = replace(predictions, perspective=told)
+        return predictions
+
+    def padded_size(self, cameras: Cameras) -> tuple[int, int]:
+        """Height and width of the images that the backbone sees [pixels]."""
+        height, width = cameras.images.shape[-2:]
+        return height + -height % self.pad_multiple, width + -width % self.pad_multiple
 
     def extract(self, frames: Sequence[Batch]) -> list[list[Tensor]]:
         """Feature maps of frames of one size, in one pass: for each frame L maps
@@ -66,11 +83,10 @@ class BEVFormer(nn.Module):
     ) -> Tensor:
         """BEV map ``(B, C, Y, X)`` of a frame's feature maps."""
         cameras = _cameras(batch)
-        height, width = cameras.images.shape[-2:]
         bev: Tensor = self.encoder(
             maps,
             cameras.image_from_lidar,
-            (height + -height % self.pad_multiple, width + -width % self.pad_multiple),
+            self.padded_size(cameras),
             batch.can_bus,
             batch.lidar_from_previous_lidar,
             previous,

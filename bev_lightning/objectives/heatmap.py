@@ -27,11 +27,7 @@ def gaussian_heatmap(
         min_overlap: see :func:`gaussian_radius`.
         min_radius_cells: smallest r.
     """
-    batch, num = boxes.valid.shape
     height, width = grid.shape
-    heatmap = torch.zeros(batch, num_classes, height, width, device=boxes.centre.device)
-    if num == 0:
-        return heatmap
     cells = grid.to_cells(boxes.centre[..., :2].float())
     centre = torch.floor(cells)
     limit = centre.new_tensor([width, height])
@@ -42,21 +38,44 @@ def gaussian_heatmap(
         boxes.size[..., 1].float() / grid.cell[0],
     )
     radius = gaussian_radius(length, width_cells, min_overlap).nan_to_num().floor()
-    radius = radius.clamp(min=min_radius_cells)[..., None]
+    radius = radius.clamp(min=min_radius_cells)
+    return draw_gaussians(cells, radius, drawn, boxes.label, num_classes, grid.shape)
 
+
+def draw_gaussians(
+    cells: Tensor,
+    radius: Tensor,
+    drawn: Tensor,
+    label: Tensor,
+    num_classes: int,
+    shape: tuple[int, int],
+) -> Tensor:
+    """Gaussians on the maps of their classes, ``(B, K, Y, X)`` float32, 1 at the cell of a centre.
+
+    Args:
+        cells: ``(B, M, 2)`` centres x, y in cells.
+        radius: ``(B, M)`` in cells; the standard deviation is (2 r + 1) / 6.
+        drawn: ``(B, M)`` bool, False for what is left out.
+        label: ``(B, M)`` class.
+        shape: Y, X.
+    """
+    batch = cells.shape[0]
+    height, width = shape
+    centre, radius = torch.floor(cells).nan_to_num(), radius[..., None]
     # A Gaussian is a product of one along y and one along x; (B, M, Y) and (B, M, X).
     sigma = (2 * radius + 1) / 6
     along = []
     for axis, count in ((1, height), (0, width)):
-        offset = torch.arange(count, device=centre.device) - centre[..., axis, None].nan_to_num()
+        offset = torch.arange(count, device=centre.device) - centre[..., axis, None]
         value = torch.exp(-offset.square() / (2 * sigma.square()))
         along.append(torch.where(offset.abs() <= radius, value, 0.0) * drawn[..., None])
-    label = boxes.label.clamp(0, num_classes - 1)
+    label = label.clamp(0, num_classes - 1)
     plane = (torch.arange(batch, device=label.device)[:, None] * num_classes + label).flatten()
     values = (along[0].unsqueeze(-1) * along[1].unsqueeze(-2)).flatten(0, 1)
     index = plane[:, None, None].expand_as(values)
-    flat = heatmap.flatten(0, 1).scatter_reduce(0, index, values, "amax")
-    return flat.view_as(heatmap)
+    heatmap = torch.zeros(batch * num_classes, height, width, device=centre.device)
+    heatmap = heatmap.scatter_reduce(0, index, values, "amax")
+    return heatmap.unflatten(0, (batch, num_classes))
 
 
 def gaussian_radius(length: Tensor, width: Tensor, min_overlap: float) -> Tensor:

@@ -13,6 +13,7 @@ from bev_lightning.objectives.losses import (
 )
 from bev_lightning.objectives.matching import Assignment, assign, focal_cost
 from bev_lightning.objectives.overlap import widen
+from bev_lightning.objectives.perspective import perspective_terms
 from bev_lightning.structures import Boxes3D
 from bev_lightning.structures.predictions import (
     BEVFormerPredictions,
@@ -62,14 +63,17 @@ class SetPredictionObjective:
         self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
 
     def __call__(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> dict[str, Tensor]:
-        """Weighted scalars ``class`` and ``box``, and where the head brings them ``heatmap``,
-        ``denoising_class`` and ``denoising_box``; the layers are summed."""
+        """Weighted scalars ``class`` and ``box``, and where the model brings them ``heatmap``,
+        ``perspective_class``, ``perspective_depth``, ``denoising_class`` and ``denoising_box``; the
+        layers are summed."""
         with torch.autocast(predictions.bev.device.type, enabled=False):
             assignment = self.match(predictions, targets)
             by_class, by_box = self.layer_terms(predictions, targets, assignment)
             terms = {"class": by_class.sum(), "box": by_box.sum()}
             if predictions.heatmap is not None:
                 terms["heatmap"] = self.heatmap_term(predictions, targets)
+            if predictions.perspective is not None:
+                terms |= perspective_terms(predictions.perspective, targets)
             if predictions.denoising is not None:
                 by_class, by_box = self.denoising_terms(predictions, targets)
                 terms["denoising_class"] = by_class.sum()

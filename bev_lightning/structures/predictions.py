@@ -189,6 +189,23 @@ class DenoisingPredictions(QueryPredictions):
 
 
 @dataclass(frozen=True)
+class PerspectivePredictions:
+    """Objects as the images show them; in training only.
+
+    Attributes:
+        heatmap: ``(B, N, K, h, w)`` logits of the classes at the objects' centres.
+        log_depth: ``(B, N, h, w)`` logarithm of the centre's depth along the optical axis [m].
+        image_from_lidar: ``(B, N, 4, 4)``.
+        scale: cells of the map for a pixel of the image, along u and v.
+    """
+
+    heatmap: Tensor
+    log_depth: Tensor
+    image_from_lidar: Tensor
+    scale: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class BEVFormerPredictions:
     """Output of BEVFormer and its head.
 
@@ -198,7 +215,7 @@ class BEVFormerPredictions:
         codec: what turns codes into boxes.
         heatmap: ``(B, K, Y, X)`` logits of the class heatmap that the queries started from, or None
             where they are learned.
-        denoising: None outside training, and where the head has none.
+        denoising, perspective: None outside training, and where the model has none.
     """
 
     bev: Tensor
@@ -206,3 +223,4 @@ class BEVFormerPredictions:
     codec: MetricBoxCodec
     heatmap: Tensor | None = None
     denoising: DenoisingPredictions | None = None
+    perspective: PerspectivePredictions | None = None
