@@ -4,10 +4,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bev_lightning.benches.measure import peak_extra_mib, time_all
 from bev_lightning.benches.report import Row
@@ -90,7 +92,12 @@ def measure_deform_attention(
         leaves = [value, locations, weights]
         rows += _measure(
             f"deformable attention, {side} x {side} queries",
-            _attentions(shapes, leaves),
+            {
+                "grid_sample as published": partial(
+                    _attend_as_published, value, shapes, *leaves[1:]
+                ),
+                **_attentions(shapes, leaves),
+            },
             leaves,
             grad,
             repeats,
@@ -118,12 +125,10 @@ def _measure_spatial(device: torch.device, side: int, repeats: int) -> list[Row]
     leaves = [value, offsets, weights]
     rows = find_rows(seen)
 
-    def attend_gathered() -> Tensor:
-        with use_reference():
-            return _attend_gathered(leaves, shapes, anchors, seen, rows)
-
     functions: dict[str, Step] = {
-        "grid_sample of the visible queries": attend_gathered,
+        "grid_sample of the visible queries": lambda: _attend_gathered(
+            leaves, shapes, anchors, seen, rows
+        ),
         **_attentions(shapes, leaves, anchors, seen),
     }
     num_read = int(seen.sum()) * weights[0, 0].numel()
@@ -287,10 +292,28 @@ def _attend_gathered(
     view = torch.arange(len(rows), device=rows.device).unsqueeze(1)
     places = anchors[0, view, rows].repeat(1, 1, offsets.shape[-2] // anchors.shape[-2], 1)
     places = places.clamp(-1e4, 1e4)[:, :, None, None] + offsets[0][rows]
-    attended = multi_scale_deformable_attention(value, shapes, places, weights[0][rows])
+    attended = _attend_as_published(value, shapes, places, weights[0][rows])
     # Padding repeats query 0 behind a list that may hold it first.
     length = seen[0].sum(-1, keepdim=True)
     valid = torch.arange(rows.shape[1], device=rows.device) < length
     attended = (attended * valid.unsqueeze(-1)).flatten(0, 1)
     out = attended.new_zeros(offsets.shape[1], attended.shape[-1])
     return out.index_add(0, rows.flatten(), attended).unsqueeze(0)
+
+
+def _attend_as_published(
+    value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Deformable DETR's own fallback: the samples of all levels side by side, then their sum."""
+    batch, queries, heads = weights.shape[:3]
+    samples = []
+    start = 0
+    for level, (height, width) in enumerate(shapes):
+        cells = value[:, start : start + height * width].flatten(2).transpose(1, 2)
+        start += height * width
+        grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
+        maps = cells.reshape(batch * heads, -1, height, width)
+        samples.append(F.grid_sample(maps, grid, align_corners=False))
+    weight = weights.transpose(1, 2).reshape(batch * heads, 1, queries, -1)
+    summed = (torch.stack(samples, dim=-2).flatten(-2) * weight).sum(-1)
+    return summed.view(batch, -1, queries).transpose(1, 2).contiguous()

@@ -59,36 +59,41 @@ def attend_backward(
 def _attend(first, last, sizes, value, locations, weights, anchors, seen, out):  # type: ignore[no-untyped-def]
     _, num_queries, num_heads, num_levels, num_points = weights.shape
     num_views, num_anchors, channels = seen.shape[1], anchors.shape[3], value.shape[3]
-    half = locations.dtype.type(0.5)
-    one = locations.dtype.type(1.0)
+    # One head's cells lie H * D numbers apart, which wastes the cache: they are read many times, so
+    # they are copied together first.
+    maps = np.empty((num_views, value.shape[1], channels), value.dtype)
+    total = np.empty(channels, value.dtype)
     for item in range(first, last):
         b, h = item // num_heads, item % num_heads
+        _copy_head(value, b * num_views, h, maps)
         for q in range(num_queries):
+            total[:] = 0
             for n in range(num_views):
                 if not seen[b, n, q]:
                     continue
-                image, start = b * num_views + n, 0
+                start = 0
                 for level in range(num_levels):
                     height, width = sizes[2 * level], sizes[2 * level + 1]
                     for p in range(num_points):
-                        at = locations[b, q, h, level, p]
-                        anchor = anchors[b, n, q, p % num_anchors]
-                        x = (at[0] + anchor[0]) * locations.dtype.type(width) - half
-                        y = (at[1] + anchor[1]) * locations.dtype.type(height) - half
-                        # False for what is not a number, too.
-                        if not (x > -1 and y > -1 and x < width and y < height):
+                        x = locations[b, q, h, level, p, 0] + anchors[b, n, q, p % num_anchors, 0]
+                        y = locations[b, q, h, level, p, 1] + anchors[b, n, q, p % num_anchors, 1]
+                        upper, lower, up, down, _, _ = _split(y, height)
+                        left, right, west, east, _, _ = _split(x, width)
+                        if upper < 0 or left < 0:
                             continue
-                        column, row = int(np.floor(x)), int(np.floor(y))
-                        right, down = x - np.floor(x), y - np.floor(y)
+                        upper, lower = start + upper * width, start + lower * width
                         weight = weights[b, q, h, level, p]
-                        for j in range(max(row, 0), min(row + 2, height)):
-                            across = weight * (down if j > row else one - down)
-                            for i in range(max(column, 0), min(column + 2, width)):
-                                corner = across * (right if i > column else one - right)
-                                cell = start + j * width + i
-                                for c in range(channels):
-                                    out[b, q, h, c] += corner * value[image, cell, h, c]
+                        up, down = weight * up, weight * down
+                        for c in range(channels):
+                            total[c] += (
+                                up * west * maps[n, upper + left, c]
+                                + up * east * maps[n, upper + right, c]
+                                + down * west * maps[n, lower + left, c]
+                                + down * east * maps[n, lower + right, c]
+                            )
                     start += height * width
+            for c in range(channels):
+                out[b, q, h, c] = total[c]
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -98,42 +103,87 @@ def _attend_backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     _, num_queries, num_heads, num_levels, num_points = weights.shape
     num_views, num_anchors, channels = seen.shape[1], anchors.shape[3], value.shape[3]
-    half = locations.dtype.type(0.5)
-    one = locations.dtype.type(1.0)
+    maps = np.empty((num_views, value.shape[1], channels), value.dtype)
+    grad_maps = np.empty_like(maps)
     for item in range(first, last):
         b, h = item // num_heads, item % num_heads
+        _copy_head(value, b * num_views, h, maps)
+        grad_maps[:] = 0
         for q in range(num_queries):
             for n in range(num_views):
                 if not seen[b, n, q]:
                     continue
-                image, start = b * num_views + n, 0
+                start = 0
                 for level in range(num_levels):
                     height, width = sizes[2 * level], sizes[2 * level + 1]
                     for p in range(num_points):
-                        at = locations[b, q, h, level, p]
-                        anchor = anchors[b, n, q, p % num_anchors]
-                        x = (at[0] + anchor[0]) * locations.dtype.type(width) - half
-                        y = (at[1] + anchor[1]) * locations.dtype.type(height) - half
-                        if not (x > -1 and y > -1 and x < width and y < height):
+                        x = locations[b, q, h, level, p, 0] + anchors[b, n, q, p % num_anchors, 0]
+                        y = locations[b, q, h, level, p, 1] + anchors[b, n, q, p % num_anchors, 1]
+                        upper, lower, up, down, up_slope, down_slope = _split(y, height)
+                        left, right, west, east, west_slope, east_slope = _split(x, width)
+                        if upper < 0 or left < 0:
                             continue
-                        column, row = int(np.floor(x)), int(np.floor(y))
-                        right, down = x - np.floor(x), y - np.floor(y)
+                        upper, lower = start + upper * width, start + lower * width
+                        # <gradient, cell> of the corners: what one more unit of each is worth.
+                        nw, ne, sw, se = up * 0, up * 0, up * 0, up * 0
+                        for c in range(channels):
+                            wanted = grad[b, q, h, c]
+                            nw += wanted * maps[n, upper + left, c]
+                            ne += wanted * maps[n, upper + right, c]
+                            sw += wanted * maps[n, lower + left, c]
+                            se += wanted * maps[n, lower + right, c]
                         weight = weights[b, q, h, level, p]
-                        for j in range(max(row, 0), min(row + 2, height)):
-                            across = down if j > row else one - down
-                            for i in range(max(column, 0), min(column + 2, width)):
-                                along = right if i > column else one - right
-                                cell = start + j * width + i
-                                corner = weight * across * along
-                                # <gradient, cell>: what one more unit of this corner is worth.
-                                worth = corner * 0
-                                for c in range(channels):
-                                    worth += grad[b, q, h, c] * value[image, cell, h, c]
-                                    grad_value[image, cell, h, c] += corner * grad[b, q, h, c]
-                                grad_weights[b, q, h, level, p] += across * along * worth
-                                worth *= weight
-                                dx = across * worth * locations.dtype.type(width)
-                                dy = along * worth * locations.dtype.type(height)
-                                grad_locations[b, q, h, level, p, 0] += dx if i > column else -dx
-                                grad_locations[b, q, h, level, p, 1] += dy if j > row else -dy
+                        grad_weights[b, q, h, level, p] += up * (west * nw + east * ne) + down * (
+                            west * sw + east * se
+                        )
+                        grad_locations[b, q, h, level, p, 0] += (weight * width) * (
+                            up * (west_slope * nw + east_slope * ne)
+                            + down * (west_slope * sw + east_slope * se)
+                        )
+                        grad_locations[b, q, h, level, p, 1] += (weight * height) * (
+                            up_slope * (west * nw + east * ne)
+                            + down_slope * (west * sw + east * se)
+                        )
+                        up, down = weight * up, weight * down
+                        for c in range(channels):
+                            grad_maps[n, upper + left, c] += up * west * grad[b, q, h, c]
+                        for c in range(channels):
+                            grad_maps[n, upper + right, c] += up * east * grad[b, q, h, c]
+                        for c in range(channels):
+                            grad_maps[n, lower + left, c] += down * west * grad[b, q, h, c]
+                        for c in range(channels):
+                            grad_maps[n, lower + right, c] += down * east * grad[b, q, h, c]
                     start += height * width
+        for n in range(num_views):
+            for cell in range(maps.shape[1]):
+                for c in range(channels):
+                    grad_value[b * num_views + n, cell, h, c] = grad_maps[n, cell, c]
+
+
+@njit(cache=True, nogil=True)
+def _copy_head(value, first, head, maps):  # type: ignore[no-untyped-def]
+    for n in range(maps.shape[0]):
+        for cell in range(maps.shape[1]):
+            for c in range(maps.shape[2]):
+                maps[n, cell, c] = value[first + n, cell, head, c]
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _split(place, size):  # type: ignore[no-untyped-def]
+    """The two cells that a place along an axis (0..1) falls between, the share of each and the
+    share's slope per cell. A cell beyond the border has share and slope 0 (and its neighbour's
+    number, which may be read); both are -1 where nothing is shared."""
+    one = type(place)(1)
+    zero = type(place)(0)
+    place = place * type(place)(size) - type(place)(0.5)
+    # False for what is not a number, too.
+    if not (place > -1 and place < size):
+        return -1, -1, zero, zero, zero, zero
+    low = np.floor(place)
+    cell = int(low)
+    share = place - low
+    if cell < 0:
+        return 0, 0, zero, share, zero, one
+    if cell + 1 >= size:
+        return cell, cell, one - share, zero, -one, zero
+    return cell, cell + 1, one - share, share, -one, one
