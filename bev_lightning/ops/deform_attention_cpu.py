@@ -177,7 +177,7 @@ def _split(place, size):  # type: ignore[no-untyped-def]
     zero = type(place)(0)
     place = place * type(place)(size) - type(place)(0.5)
     # False for what is not a number, too.
-    if not (place > -1 and place < size):
+    if not (size > 0 and place > -1 and place < size):
         return -1, -1, zero, zero, zero, zero
     low = np.floor(place)
     cell = int(low)
