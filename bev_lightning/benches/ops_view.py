@@ -214,20 +214,29 @@ def _measure(
         return step
 
     steps = {name: make_step(name, function) for name, function in functions.items()}
-    timings = time_all(steps, repeats, group)
-    forward = {name: statistics.median(taken[1:]) for name, taken in forward_ms.items()}
-    more: dict[str, Any] = dict(counted)
-    return [
-        Row(
-            name=name,
-            group=group,
-            ms=timings[name].ms,
-            cpu_ms=timings[name].cpu_ms,
-            peak_mib=peak_extra_mib(step),
-            more={"forward_cpu_ms": forward[name], **more},
-        )
+    # One after the other, not in turn: else one pays for giving back the memory that another freed.
+    timings = {
+        name: time_all({name: step}, repeats, f"{group}, {name}")[name]
         for name, step in steps.items()
-    ]
+    }
+    results_mib = 4.0 * (grad.numel() + sum(leaf.numel() for leaf in leaves)) / 2**20
+    forward = {name: statistics.median(taken[1:]) for name, taken in forward_ms.items()}
+    rows = []
+    for name, step in steps.items():
+        peak_mib = peak_extra_mib(step)
+        # Of the peak, output and gradients are asked for.
+        extra_mib = None if peak_mib is None else max(0.0, peak_mib - results_mib)
+        rows.append(
+            Row(
+                name=name,
+                group=group,
+                ms=timings[name].ms,
+                cpu_ms=timings[name].cpu_ms,
+                peak_mib=peak_mib,
+                more={"forward_cpu_ms": forward[name], "extra_mib": extra_mib, **counted},
+            )
+        )
+    return rows
 
 
 def _sort_points(cells: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
