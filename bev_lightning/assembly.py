@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from bev_lightning.accelerate.cluster import find_launcher
 from bev_lightning.accelerate.plan import choose_num_threads, detect_machine
 from bev_lightning.errors import InputError
 
@@ -61,7 +63,10 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     import lightning as L
     import torch
     from lightning.pytorch.callbacks import ProgressBar
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+    from bev_lightning.callbacks.checkpoint import WholeFileIO
 
     # Lightning 2.6 asks torch in a way that 2.14 deprecates; nothing that a user could mend.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
@@ -84,7 +89,13 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     if not arguments["enable_progress_bar"]:
         # Lightning refuses a bar that it is told not to draw.
         callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
+    plugins = [*arguments.get("plugins", []), WholeFileIO()]
+    if find_launcher() == "slurm":
+        # Lightning's own requeueing would save in the middle of a step.
+        number = cfg.cluster.requeue_signal and signal.Signals[cfg.cluster.requeue_signal]
+        plugins.append(SLURMEnvironment(auto_requeue=False, requeue_signal=number))
     arguments |= {
+        "plugins": plugins,
         "callbacks": callbacks,
         "logger": list(_instantiate(cfg.logger).values()),
         "default_root_dir": cfg.paths.run,

@@ -29,11 +29,11 @@ _BARE_NUMBER = re.compile(r"(?<![\w.'\"-])\d+(?![\w.'\"-])")
 # What a checkpoint's own words may say about a later run is its model and data; these belong to the
 # machine and to the training.
 _TRAINING_ONLY = re.compile(
-    r"(trainer|hardware|precision|accumulation|strategy|loader|callbacks|logger|debug|sweep|paths|hydra"
+    r"(trainer|hardware|cluster|precision|accumulation|strategy|loader|callbacks|logger|debug|sweep|paths|hydra"
     r"|local|ckpt|init_from|resume|source|to|names|strict)([./@]|$)"
 )
 # A training that is resumed keeps all of its words but where it ran and what it began with.
-_ONE_RUN_ONLY = re.compile(r"(paths|hydra|sweep|init_from|resume)([./@]|$)")
+ONE_RUN_ONLY = re.compile(r"(paths|hydra|sweep|init_from|resume)([./@]|$)")
 # The axes of the machine, and the key that each of them writes for the training.
 _AXES = {
     "hardware": "trainer.accelerator",
@@ -87,7 +87,7 @@ def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = Non
         stored = read_overrides(Path(str(ckpt)))
         kept = merge_overrides(stored, words, resumes=bool(resume))
         kept = kept[: len(kept) - len(words)]
-        if not resume and any(_key(word) == "experiment" for word in kept):
+        if not resume and any(key_of(word) == "experiment" for word in kept):
             # It names the machine of the training too.
             kept += _say_axes(cfg, words)
         words = [*kept, *words]
@@ -141,16 +141,16 @@ def merge_overrides(
     Args:
         resumes: keep the words of the training too.
     """
-    keys = {_key(word) for word in given}
+    keys = {key_of(word) for word in given}
     groups = {key for key in keys if "." not in key}
     keys |= {written for group, written in _AXES.items() if group in groups}
-    left_out = _ONE_RUN_ONLY if resumes else _TRAINING_ONLY
+    left_out = ONE_RUN_ONLY if resumes else _TRAINING_ONLY
     kept = [
         word
         for word in stored
-        if not left_out.match(_key(word))
-        and _key(word) not in keys
-        and _key(word).partition(".")[0] not in groups
+        if not left_out.match(key_of(word))
+        and key_of(word) not in keys
+        and key_of(word).partition(".")[0] not in groups
     ]
     return [*kept, *given]
 
@@ -184,7 +184,7 @@ def read_overrides(checkpoint: Path) -> list[str]:
 
 def _say_axes(cfg: DictConfig, words: Sequence[str]) -> list[str]:
     """Words for the machine's axes as a composition has them, but those that ``words`` give."""
-    given = {_key(word) for word in words}
+    given = {key_of(word) for word in words}
     choices = OmegaConf.select(cfg, "hydra.runtime.choices") or {}
     said = [f"{axis}={choices[axis]}" for axis in _AXES if axis in choices and axis not in given]
     for key in ("hardware.nodes", "hardware.devices"):
@@ -240,7 +240,8 @@ def _mode(cfg: DictConfig) -> str:
     return "RUN" if mode is None else str(getattr(mode, "name", mode))
 
 
-def _key(word: str) -> str:
+def key_of(word: str) -> str:
+    """What a word of a command line sets."""
     return word.partition("=")[0].lstrip("+~").partition("@")[0]
 
 
@@ -254,7 +255,7 @@ def _explain(error: Exception, verb: str, words: list[str]) -> str:
     groups = [group for group in loader.list_groups("") if group != "hydra"]
     plain = f"the configuration does not compose: {' '.join(str(error).split())}"
     try:
-        known = compose(verb, overrides=[word for word in words if _key(word) in groups])
+        known = compose(verb, overrides=[word for word in words if key_of(word) in groups])
     except _REFUSALS:
         try:
             known = compose(verb)
@@ -267,7 +268,7 @@ def _explain(error: Exception, verb: str, words: list[str]) -> str:
         if OmegaConf.select(known, group) is not None or group in _optional(verb)
     ]
     for word in words:
-        key = _key(word)
+        key = key_of(word)
         if word.startswith("+") or key.startswith("hydra") or key in taken or key in keys:
             continue
         meant = _similar(key, [*taken, *keys])

@@ -23,6 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from bev_lightning import __version__
+from bev_lightning.accelerate import cluster
 from bev_lightning.accelerate.plan import Machine, detect_machine
 from bev_lightning.composition import (
     VERSION_BASE,
@@ -30,10 +31,12 @@ from bev_lightning.composition import (
     compose_job,
     compose_jobs,
     config_dir,
+    key_of,
     quote_choices,
 )
 from bev_lightning.errors import InputError
 from bev_lightning.resolution import resolve
+from bev_lightning.resumption import settle_resume
 from bev_lightning.rules import check, check_machine
 
 __all__ = ["check", "check_machine", "config_dir", "entry", "load", "quote_choices", "resolve"]
@@ -86,10 +89,13 @@ class _Program:
         self.verb = verb
         self.main = main
         self.typed = list(sys.argv[1:])
+        # Here, not in a job: a launcher may run that on another machine.
+        spec = getattr(sys.modules.get(main.__module__), "__spec__", None)
+        self.program = ["-m", spec.name] if spec is not None else [os.path.abspath(sys.argv[0])]
         self.machine = Machine()
         self.results: Path | None = None
         self.failure: InputError | None = None
-        self.rows: list[dict[str, Any]] = []
+        self.is_sweep = False
         self.flags: list[str] = []
 
     def run(self) -> None:
@@ -103,16 +109,49 @@ class _Program:
         if shows or args.experimental_rerun:
             self._hydra(words)
             return
-        if _is_child():
-            self.machine = detect_machine()
-            self._hydra(words)
-        else:
-            is_sweep, jobs = compose_jobs(self.verb, words, args.multirun, args.config_dir)
-            self.machine = detect_machine()
+        self.machine = detect_machine()
+        self._hydra(self._settle(words, args.multirun, args.config_dir))
+        self._close()
+
+    def _settle(self, words: list[str], multirun: bool, extra_dir: str | None) -> list[str]:
+        """The words that this process runs with; whatever is refused is refused here.
+
+        All processes of one run get the same run directory and the same checkpoint to go on from:
+        Lightning's children repeat the words of the first process, those of torchrun get them from
+        it, those of SLURM come to the same result.
+        """
+        launcher = cluster.find_launcher()
+        if cluster.is_child() and launcher != "slurm":
+            return list(cluster.share("words")) if launcher else words
+        is_sweep, jobs = compose_jobs(self.verb, words, multirun, extra_dir)
+        if is_sweep:
             for job in jobs:
                 self._admit(job)
-            self._hydra(words if is_sweep else jobs[0].overrides)
-        self._close()
+            self.is_sweep = True
+            self.results = Path(str(OmegaConf.select(jobs[0].cfg, "hydra.sweep.dir"))).resolve()
+            return [*words, f'hydra.sweep.dir="{self.results}"']
+        (job,) = jobs
+        place: Path | None = None
+        given = any(key_of(word) == "hydra.run.dir" for word in job.overrides)
+        if launcher is not None and not given:
+            place = Path(str(OmegaConf.select(job.cfg, "hydra.run.dir")))
+            if launcher == "slurm":
+                place = cluster.name_job(place)
+            elif cluster.is_restart():
+                place = Path(cluster.recall("place") or place)
+            else:
+                cluster.share("place", str(place))
+        asks = OmegaConf.select(job.cfg, "resume", default=None)
+        if asks == "auto" or (self.verb == "train" and asks is None and cluster.is_restart()):
+            job, found = settle_resume(self.verb, job, extra_dir, place)
+            if not cluster.is_child():
+                print(f"bev_lightning.{self.verb}: {found}", flush=True)
+        if not cluster.is_child():
+            self._admit(job)
+        words = job.overrides
+        if place is not None and not any(key_of(word) == "hydra.run.dir" for word in words):
+            words = [*words, f'hydra.run.dir="{place}"']
+        return list(cluster.share("words", words)) if launcher == "torchrun" else words
 
     def _admit(self, job: Job) -> None:
         check(job.cfg)
@@ -121,6 +160,8 @@ class _Program:
         resolved = resolve(job.cfg, self.machine)
         check(resolved)
         check_machine(resolved, self.machine)
+        if "hardware" in resolved:
+            cluster.check_launch(resolved.hardware.nodes, resolved.hardware.devices)
 
     def _hydra(self, words: list[str]) -> None:
         # Lightning starts its other processes with these words, so that they compose the same.
@@ -135,11 +176,12 @@ class _Program:
         info = HydraConfig.get()
         run_dir = Path(info.runtime.output_dir)
         if info.mode == RunMode.MULTIRUN:
-            self.results = Path(info.sweep.dir).resolve()
             return self._run_job(run_dir, list(info.overrides.task))
         self.results = run_dir
         resolved = resolve(cfg, self.machine, run_dir)
-        if not _is_child():
+        if "hardware" in resolved:
+            cluster.set_environment(resolved.hardware.environment or {})
+        if not cluster.is_child():
             _describe(run_dir, cfg, resolved, self.machine, list(info.overrides.task))
         try:
             return self.main(resolved)
@@ -153,29 +195,30 @@ class _Program:
         Lightning's DDP children repeat the command line they find, and only the command line of a
         single run starts them on the same job.
         """
-        spec = getattr(sys.modules[self.main.__module__], "__spec__", None)
-        program = ["-m", spec.name] if spec is not None else [os.path.abspath(sys.argv[0])]
         flags = [flag for flag in self.flags if flag not in ("-m", "--multirun")]
         place = [f'hydra.run.dir="{run_dir}"', "hydra.mode=RUN"]
         start = time.perf_counter()
         exit_code = subprocess.run(
-            [sys.executable, *program, *flags, *words, *place], check=False
+            [sys.executable, *self.program, *flags, *words, *place],
+            # Lightning starts the job's processes, also where a launcher got it a node of SLURM.
+            env={**os.environ, "SLURM_JOB_NAME": "bash"},
+            check=False,
         ).returncode
         nds = _read_nds(run_dir)
-        self.rows.append(
-            {
-                "dir": run_dir.name,
-                "overrides": words,
-                "exit_code": exit_code,
-                "NDS": nds,
-                "wall_s": round(time.perf_counter() - start, 1),
-            }
-        )
+        row = {
+            "dir": run_dir.name,
+            "overrides": words,
+            "exit_code": exit_code,
+            "NDS": nds,
+            "wall_s": round(time.perf_counter() - start, 1),
+        }
+        run_dir.mkdir(parents=True, exist_ok=True)
+        _write_json(run_dir / "job.json", row)
         return float("nan") if nds is None else nds
 
     def _close(self) -> None:
         """Say how it went; the last line names the run directory."""
-        if _is_child():
+        if cluster.is_child():
             if self.failure is not None:
                 # Lightning ends the first process with its children: this may be all one sees.
                 raise InputError(f"process {os.environ.get('LOCAL_RANK')}: {self.failure}")
@@ -184,20 +227,22 @@ class _Program:
             raise self.failure
         if self.results is None:
             return
-        if self.rows:
+        if self.is_sweep:
             self._close_sweep(self.results)
         print(f"Results: {_short(self.results)}", flush=True)
 
     def _close_sweep(self, sweep_dir: Path) -> None:
-        _write_json(sweep_dir / "sweep.json", {"verb": self.verb, "jobs": self.rows})
-        for row in self.rows:
+        rows = [json.loads(path.read_text()) for path in sweep_dir.glob("*/job.json")]
+        rows.sort(key=lambda row: (len(row["dir"]), row["dir"]))
+        _write_json(sweep_dir / "sweep.json", {"verb": self.verb, "jobs": rows})
+        for row in rows:
             nds = "-" if row["NDS"] is None else f"{row['NDS']:.3f}"
             state = "" if row["exit_code"] == 0 else f"  FAILED with exit code {row['exit_code']}"
             print(f"{row['dir']:>4}  NDS {nds}  {' '.join(row['overrides'])}{state}")
-        failed = [row["dir"] for row in self.rows if row["exit_code"] != 0]
+        failed = [row["dir"] for row in rows if row["exit_code"] != 0]
         if failed:
             raise InputError(
-                f"{len(failed)} of {len(self.rows)} jobs failed: {', '.join(failed)} in "
+                f"{len(failed)} of {len(rows)} jobs failed: {', '.join(failed)} in "
                 f"{_short(sweep_dir)}; their messages stand above"
             )
 
@@ -210,14 +255,6 @@ def _refuse(verb: str, error: InputError) -> NoReturn:
 
 def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _is_child() -> bool:
-    """True in every process of a distributed run but the first; it must not write or talk."""
-    return any(
-        os.environ.get(name, "0") not in ("", "0")
-        for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-    )
 
 
 def _describe(

@@ -59,6 +59,15 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
         trainer.precision = ("bf16-mixed" if bf16 else "16-mixed") if on_cuda else "32-true"
     if trainer.strategy == "auto":
         trainer.strategy = "ddp" if hardware.devices * hardware.nodes > 1 else "single"
+    patience = {"_target_": "datetime.timedelta", "seconds": plain.cluster.rendezvous_s}
+    if trainer.strategy == "ddp":
+        trainer.strategy = {
+            "_target_": "lightning.pytorch.strategies.DDPStrategy",
+            "timeout": patience,
+            # DDP sorts its buckets anew after the first backward of a start: with more than two
+            # processes a resumed training would add in another order than an undisturbed one.
+            "find_unused_parameters": not on_cuda,
+        }
     if trainer.strategy == "single":
         # Lightning has no name for it that keeps the device.
         trainer.strategy = {
@@ -69,6 +78,7 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
         trainer.strategy = {
             "_target_": "bev_lightning.accelerate.fsdp.ShardedStrategy",
             "num_processes": hardware.devices * hardware.nodes,
+            "timeout": patience,
         }
     return on_cuda
 

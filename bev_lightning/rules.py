@@ -32,6 +32,8 @@ _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("data.min_points", int, 0),
     ("loader.num_workers", int, 0),
     ("loader.prefetch", int, 1),
+    ("cluster.rendezvous_s", float, 1),
+    ("cluster.collective_s", float, 1),
 )
 _AUTO = ("hardware.devices", "loader.num_workers", "data.num_workers")
 # null stands for something there.
@@ -89,6 +91,8 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
     _check_cards(cfg, machine)
     for key in ("ckpt", "init_from", "resume", "results", "source"):
         path = _get(cfg, key)
+        if key == "resume" and path == "auto":
+            continue
         if path is not None and not Path(str(path)).is_file():
             raise InputError(f"{key}={path} does not exist; give a file such as {_EXAMPLE}")
     root, version = _get(cfg, "data.root"), _get(cfg, "data.version")
@@ -123,6 +127,9 @@ def _check_numbers(cfg: DictConfig) -> None:
             raise InputError(
                 f"{key}={said} must be {word} of at least {smallest:g}; set {key} anew"
             )
+    seed = _get(cfg, "seed")
+    if isinstance(seed, int) and seed >= 2**32:
+        raise InputError(f"seed={seed} must be below 2^32 = {2**32}; set seed anew")
 
 
 def _check_axes(cfg: DictConfig) -> None:
@@ -283,7 +290,7 @@ def _check_checkpoints(cfg: DictConfig) -> None:
                 )
     elif verb == "convert":
         _check_conversion(cfg)
-    elif _get(cfg, "init_from") is not None and _get(cfg, "resume") is not None:
+    elif _get(cfg, "init_from") is not None and _get(cfg, "resume") not in (None, "auto"):
         raise InputError(
             "init_from and resume are both set; use resume=FILE to go on with a run, or "
             "init_from=FILE to start a new one from its weights"

@@ -31,11 +31,13 @@ def main(cfg: DictConfig) -> float | None:
         load_matching_weights,
         write_json,
     )
+    from bev_lightning.callbacks.stop import Stopped
 
     first = not getattr(rank_zero_only, "rank", 0)
     began = time.perf_counter()
     trainer, module, status = None, None, "failed"
     try:
+        (Path(cfg.paths.run) / "stopped.json").unlink(missing_ok=True)
         data, module, trainer = build_data(cfg), build_module(cfg), build_trainer(cfg)
         if cfg.resume is not None:
             check_resume(module, cfg.resume)
@@ -45,6 +47,9 @@ def main(cfg: DictConfig) -> float | None:
             _report(load_matching_weights(module, cfg.init_from), cfg.init_from)
         fit(trainer, module, data, cfg.resume)
         status = "finished"
+    except Stopped as stop:
+        status = "interrupted"
+        raise SystemExit(_close_stopped(cfg, trainer, stop.number)) from None
     except (KeyboardInterrupt, SystemExit) as end:
         # Lightning makes a SystemExit of Ctrl-C.
         if isinstance(end, SystemExit) and not (trainer and trainer.interrupted):
@@ -68,11 +73,13 @@ def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume
     """Train, and validate what no validation of the training has seen.
 
     Raises:
-        InputError: the device has not the memory; says what takes less.
+        InputError: the device has not the memory, or another process is gone or late; says what to
+            do.
     """
     import torch
 
     from bev_lightning.callbacks.health import FiniteLoss, explain_memory
+    from bev_lightning.callbacks.watch import ProcessWatch
     from bev_lightning.errors import InputError
 
     try:
@@ -85,6 +92,12 @@ def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume
         watch = _find(trainer, FiniteLoss)
         tokens, validates = (watch.sample_tokens, watch.validates) if watch else ((), False)
         raise InputError(explain_memory(str(error), tokens, validates)) from error
+    except RuntimeError as error:
+        processes = _find(trainer, ProcessWatch)
+        sentence = processes.explain(error) if processes and trainer.world_size > 1 else None
+        if sentence is None:
+            raise
+        raise InputError(sentence) from error
 
 
 def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str, Any]:
@@ -104,11 +117,38 @@ def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str
     }
 
 
-def _tell_interrupt(trainer: "L.Trainer | None") -> str:
+def _close_stopped(cfg: DictConfig, trainer: "L.Trainer | None", number: int) -> int:
+    """What is left to do and to say after a signal has ended the training; the exit code."""
+    import signal
+    import time
+    from pathlib import Path
+
+    from bev_lightning.accelerate.cluster import find_launcher, is_child, requeue
+    from bev_lightning.assembly import write_json
+
+    name = signal.Signals(number).name
+    if is_child():
+        # Lightning ends the first process with a child that fails.
+        return 128 + number if find_launcher() else 0
+    print(_tell_interrupt(trainer, f" by {name}"), file=sys.stderr, flush=True)
+    marker = {
+        "signal": name,
+        "step": trainer.global_step if trainer else 0,
+        "resume": str(Path(cfg.paths.run) / "checkpoints" / "last.ckpt"),
+        "stopped": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    write_json(Path(cfg.paths.run) / "stopped.json", marker)
+    if name == cfg.cluster.requeue_signal:
+        requeue()
+    return 128 + number
+
+
+def _tell_interrupt(trainer: "L.Trainer | None", by: str = "") -> str:
     from bev_lightning.callbacks.checkpoint import StepCheckpoint
 
     saver = _find(trainer, StepCheckpoint)
-    said = f"bev_lightning.train: interrupted at step {trainer.global_step if trainer else 0}; "
+    step = trainer.global_step if trainer else 0
+    said = f"bev_lightning.train: interrupted{by} at step {step}; "
     if saver is None or saver.last is None:
         return said + "no checkpoint has been written yet"
     return said + f"go on with resume={saver.last}"

@@ -1,39 +1,89 @@
-"""Checkpoints by optimizer steps: the last one, and some that stay."""
+"""Checkpoints by optimizer steps: whole files of moments from which a training goes on exactly."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from bev_lightning.callbacks.stop import Stopped, StopRequest
 from bev_lightning.errors import InputError
 
 
-class StepCheckpoint(Checkpoint):
-    """``last.ckpt``, overwritten every few optimizer steps and at the end of the training, and
-    ``step_000100.ckpt``, which stay.
+class WholeFileIO(TorchCheckpointIO):
+    """Writes every checkpoint so that its name never stands for half of a file.
 
-    Lightning's ModelCheckpoint writes its last.ckpt only along with a new best, and right after a
-    resume in the middle of an accumulation. Here every file is of a moment between two optimizer
-    steps, where no gradient is half summed up.
+    The file is written under another name in the same folder, brought to the disk and renamed, so
+    that a process may be killed and a machine lose its power at any moment.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        target = Path(path)
+        partial = target.with_name(f".{target.name.lstrip('.')}.partial")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            rename(partial, target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise InputError(
+                f"the checkpoint {target} could not be written ({error.strerror or error}); make "
+                "room or rights there and go on with resume=auto: the checkpoint before is whole"
+            ) from error
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file another name in its folder, and do not come back before the disk knows."""
+    os.replace(source, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class StepCheckpoint(Checkpoint):
+    """``step_000100.ckpt`` every few optimizer steps and at the end, the newest also as
+    ``last.ckpt``; and the end of a training that a signal asks for.
+
+    Every file is of a moment between two optimizer steps, where no gradient is half summed up, and
+    after the validation that falls on its step. It gets its name when the loggers' rows up to its
+    step are on the disk: a training that goes on from it repeats what was lost, and nothing is
+    missing before. (Lightning's ModelCheckpoint writes its last.ckpt only along with a new best,
+    right after a resume in the middle of an accumulation, and before the row of its step.)
 
     Args:
         dirpath: folder of the files.
-        every_n_train_steps: optimizer steps between two writings of last.ckpt.
-        keep_every_n_train_steps: optimizer steps between two files that stay; None for none.
+        every_n_train_steps: optimizer steps between two files.
+        keep_last: files that are kept; older ones are deleted.
+        keep_every_n_train_steps: files of multiples of it stay for good; None for none.
+        stop_signals: names of signals at which the training saves and stops at the end of its
+            optimizer step.
 
     Attributes:
-        last: the newest file of this training; None before there is one.
+        last: last.ckpt; None before there is one.
     """
 
     def __init__(
         self,
         dirpath: str,
         every_n_train_steps: int = 500,
+        keep_last: int = 2,
         keep_every_n_train_steps: int | None = None,
+        stop_signals: tuple[str, ...] = (),
     ) -> None:
         for name, value in (
             ("every_n_train_steps", every_n_train_steps),
+            ("keep_last", keep_last),
             ("keep_every_n_train_steps", keep_every_n_train_steps or 1),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -43,13 +93,32 @@ class StepCheckpoint(Checkpoint):
                 )
         self.dirpath = Path(dirpath)
         self.every_n_train_steps = every_n_train_steps
+        self.keep_last = keep_last
         self.keep_every_n_train_steps = keep_every_n_train_steps
         self.last: Path | None = None
+        self._request = StopRequest(stop_signals)
+        self._signal = 0
         self._seen = 0
         self._saved = -1
+        self._due = False
+        self._unnamed: Path | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._seen, self._saved = trainer.global_step, -1
+        self._seen, self._saved, self._due = trainer.global_step, -1, False
+        self._check_same_start(trainer)
+        if trainer.is_global_zero:
+            for left in self.dirpath.glob(".*.ckpt*"):  # of a process that was killed
+                left.unlink()
+        last = self.dirpath / "last.ckpt"
+        self.last = last if last.exists() else None
+        self._request.listen(trainer.world_size)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._publish(trainer)
+        if self._signal:
+            raise Stopped(self._signal)
 
     def on_train_batch_end(
         self,
@@ -63,19 +132,87 @@ class StepCheckpoint(Checkpoint):
         if step == self._seen:
             return  # gradients are still being accumulated
         self._seen = step
-        if self.keep_every_n_train_steps and step % self.keep_every_n_train_steps == 0:
-            self._save(trainer, f"step_{step:06d}.ckpt")
-        if step % self.every_n_train_steps == 0:
-            self._save(trainer, "last.ckpt")
-            self._saved = step
+        self._signal = self._request.poll()
+        self._due = bool(self._signal) or step % self.every_n_train_steps == 0 or self._stays(step)
+        loop = trainer.fit_loop.epoch_loop
+        fetcher = trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        if not self._ends(trainer) and not loop._should_check_val_fx(fetcher):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._due and not self._ends(trainer):
+            self._save_if_due(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step != trainer.max_steps:
+            self._save_if_due(trainer)
+            self._publish(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step != self._saved:
-            self._save(trainer, "last.ckpt")
-            self._saved = trainer.global_step
+        self._due = trainer.global_step != self._saved
+        self._save_if_due(trainer)
+        self._publish(trainer)
+        self._request.ignore()
 
-    def _save(self, trainer: L.Trainer, name: str) -> None:
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._request.ignore()
+
+    def _stays(self, step: int) -> bool:
+        every = self.keep_every_n_train_steps
+        return every is not None and step % every == 0
+
+    def _ends(self, trainer: L.Trainer) -> bool:
+        """An epoch, or the training, ends with this batch: saved when Lightning has counted it."""
+        return bool(trainer.fit_loop.epoch_loop._is_training_done)
+
+    def _save_if_due(self, trainer: L.Trainer) -> None:
+        if not self._due or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self.last = self.dirpath / name
-        trainer.save_checkpoint(self.last, weights_only=False)
+        self._due, self._saved = False, trainer.global_step
+        self._unnamed = self.dirpath / f".step_{trainer.global_step:06d}.ckpt"
+        trainer.save_checkpoint(self._unnamed, weights_only=False)
+
+    def _publish(self, trainer: L.Trainer) -> None:
+        """Give the file its name, now that the loggers have the rows of its step."""
+        if self._unnamed is None:
+            return
+        unnamed, self._unnamed = self._unnamed, None
+        self.last = self.dirpath / "last.ckpt"
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            logger.save()
+        target = unnamed.with_name(unnamed.name.removeprefix("."))
+        rename(unnamed, target)
+        link = unnamed.with_name(".last.ckpt")
+        try:
+            os.link(target, link)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(target, link)
+        rename(link, self.last)
+        for path in list_steps(self.dirpath, self._saved)[: -self.keep_last]:
+            if not self._stays(step_of(path)):
+                path.unlink()
+
+    def _check_same_start(self, trainer: L.Trainer) -> None:
+        """Machines that do not share their files may have found other checkpoints."""
+        first = trainer.strategy.broadcast(trainer.global_step, src=0)
+        if first != trainer.global_step:
+            raise InputError(
+                f"process {trainer.global_rank} goes on from optimizer step {trainer.global_step} "
+                f"and process 0 from {first}; put paths.output into a folder that all machines "
+                "share, or give resume=FILE"
+            )
+
+
+def step_of(path: Path) -> int:
+    """Optimizer steps behind ``step_000100.ckpt``."""
+    return int(path.stem.removeprefix("step_"))
+
+
+def list_steps(folder: Path, until: int | None = None) -> list[Path]:
+    """The files ``step_000100.ckpt`` of a folder, the newest last; those of at most ``until``
+    steps."""
+    found = [path for path in folder.glob("step_*.ckpt") if path.stem[5:].isdigit()]
+    return sorted((path for path in found if until is None or step_of(path) <= until), key=step_of)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bev_lightning.data.frame import Frame, FrameSource, ImageSource
+from bev_lightning.data.processes import prepare_worker
 from bev_lightning.data.reader import read_cloud, read_image, read_position, read_radar
 from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
@@ -149,7 +150,7 @@ class SlotSource:
             num_workers=num_workers,
             prefetch_factor=prefetch if parallel else None,
             multiprocessing_context=start_method if parallel else None,
-            worker_init_fn=_use_one_thread,
+            worker_init_fn=prepare_worker,
             # Its own generator: the DataLoader draws a seed for its workers, which would disturb
             # the model's random numbers.
             generator=torch.Generator(),
@@ -341,10 +342,6 @@ def _pack(slots: list[Slot], note: Note) -> _Parcel:
 
 def _keep(parcel: Any) -> Any:
     return parcel
-
-
-def _use_one_thread(worker: int) -> None:
-    torch.set_num_threads(1)
 
 
 def _empty_slot() -> Slot:

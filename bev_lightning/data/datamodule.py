@@ -230,14 +230,44 @@ class DetectionDataModule(LightningDataModule):
     def train_dataloader(self) -> BatchStream:
         """The endless stream, from the micro-step that a checkpoint brought along."""
         schedule = self._schedule()
-        num_micro_steps = len(schedule)
         trainer = self.trainer
-        if trainer is not None and trainer.max_steps is not None and trainer.max_steps > 0:
-            num_micro_steps = trainer.max_steps * trainer.accumulate_grad_batches
-        self.stream = BatchStream(self.loader, self._opened("train"), schedule, num_micro_steps)
+        num_micro_steps, accumulation, done = len(schedule), 1, None
+        if trainer is not None:
+            accumulation = trainer.accumulate_grad_batches
+            if trainer.max_steps is not None and trainer.max_steps > 0:
+                num_micro_steps, accumulation = trainer.max_steps * accumulation, 1
+                done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        frames = self._opened("train")
+        self.stream = BatchStream(
+            self.loader, frames, schedule, num_micro_steps, accumulation=accumulation
+        )
         if self._state is not None:
             self.stream.load_state_dict(self._state)
+            if done is not None:
+                self.stream.shift = self.stream.micro_step - done
+            if self.stream.num_again:
+                rank_zero_warn(
+                    f"{self.stream.num_again} samples of the epoch are read again, for the batches "
+                    "of this run are others"
+                )
         return self.stream
+
+    def count_done(self, state: dict[str, int], num_steps: int) -> tuple[int, int]:
+        """Micro-steps of this run's batches that stand for what a checkpoint's run has done: in
+        all, and of its last epoch.
+
+        Args:
+            state: of the checkpoint's stream.
+            num_steps: optimizer steps of the checkpoint.
+        """
+        trainer = self.trainer
+        assert trainer is not None
+        if trainer.max_steps > 0:  # one pass for all of them
+            done = num_steps * trainer.accumulate_grad_batches
+            return done, done
+        schedule = self._schedule()
+        done, _ = schedule.translate(state, trainer.accumulate_grad_batches)
+        return done, (done - 1) % len(schedule) + 1 if done else 0
 
     def val_dataloader(self) -> FixedBatches:
         """The validation split in order."""

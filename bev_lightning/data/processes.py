@@ -1,7 +1,10 @@
 """Work shared out to processes."""
 
 import multiprocessing
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -31,3 +34,27 @@ def map_in_processes(
         yield from pool.map(function, jobs)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def prepare_worker(worker: int) -> None:
+    """What a DataLoader's worker does first: one thread, and no ear for signals but its parent's.
+
+    A terminal and a scheduler send theirs to all processes of a job. The workers have to read on
+    until the training has come to the end of its step, and end with it.
+    """
+    import torch  # late: those who make scenes do without
+
+    torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    for one in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="SIGTERM", daemon=True).start()

@@ -20,6 +20,7 @@ from bev_lightning.data.augment import rotate_image
 from bev_lightning.data.files import describe, read_bytes, read_lidar_file, read_radar_file
 from bev_lightning.data.frame import Frame, FrameSource, ImageSource, LidarSource, RadarSource
 from bev_lightning.data.photometric import distort_images
+from bev_lightning.data.processes import prepare_worker
 from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
 from bev_lightning.structures import (
@@ -254,7 +255,7 @@ class TorchLoader:
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch if parallel else None,
                 multiprocessing_context=self.start_method if parallel else None,
-                worker_init_fn=_use_one_thread,
+                worker_init_fn=prepare_worker,
                 pin_memory=self.pin_memory and torch.cuda.is_available(),
                 # Its own generator: the DataLoader draws a seed for its workers, which would
                 # disturb the model's random numbers.
@@ -321,10 +322,6 @@ def _stack(results: "list[_Result | _Failure]") -> "_Result | _Failure":
         good.append(result)
     skipped = {token: text for result in good for token, text in result.skipped.items()}
     return _Result(Batch.stack([result.batch for result in good]), skipped)
-
-
-def _use_one_thread(worker: int) -> None:
-    torch.set_num_threads(1)
 
 
 def _decompose(source: ImageSource) -> tuple[tuple[int, int], tuple[int, int], bool, float]:

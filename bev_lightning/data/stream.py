@@ -9,7 +9,7 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -85,6 +85,28 @@ class Schedule:
         places = [start + i * self.world_size for i in range(self.batch_size)]
         return [(epoch, int(order[place % self.num_samples])) for place in places]
 
+    def translate(self, state: dict[str, int], accumulation: int = 1) -> tuple[int, int]:
+        """The micro-step that goes on where a schedule of other batches or processes stopped.
+
+        The order of an epoch's samples is the same for both. Where the next batch would begin in
+        the middle of one of ours, ours is read from its beginning.
+
+        Args:
+            state: of the other one's stream.
+            accumulation: batches that only go together.
+
+        Returns:
+            our micro-step, and how many samples are read again.
+        """
+        size, count = state["batch_size"], state["world_size"]
+        if (size, count) == (self.batch_size, self.world_size):
+            return state["micro_step"], 0
+        other = replace(self, batch_size=size, world_size=count, rank=0)
+        epoch, step = divmod(state["micro_step"], len(other))
+        together = self.batch_size * self.world_size * accumulation
+        own, again = divmod(step * size * count, together)
+        return epoch * len(self) + own * accumulation, again
+
     def _order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.num_samples)
@@ -156,6 +178,12 @@ class BatchStream:
 
     Attributes:
         micro_step: the next to be handed out; what a checkpoint must hold.
+        accumulation: batches that only go together, where each epoch is a pass.
+        num_again: samples that are read twice since :meth:`load_state_dict`: see
+            :meth:`Schedule.translate`.
+        shift: micro-steps that the schedule is ahead of the passes. Not 0 after a change of the
+            batch or the number of processes: then the schedule goes on at the same sample, and the
+            pass at the step where Lightning stands.
         seconds_waited: wall time spent waiting for the loader so far [s].
     """
 
@@ -166,12 +194,16 @@ class BatchStream:
         schedule: Schedule,
         num_micro_steps: int,
         micro_step: int = 0,
+        accumulation: int = 1,
     ) -> None:
         self.loader = loader
         self.frames = frames
         self.schedule = schedule
         self.num_micro_steps = num_micro_steps
         self.micro_step = micro_step
+        self.accumulation = accumulation
+        self.num_again = 0
+        self.shift = 0
         self.seconds_waited = 0.0
 
     def __len__(self) -> int:
@@ -181,7 +213,8 @@ class BatchStream:
         # A generator: nothing opens before the first batch is asked for, and Lightning calls iter()
         # twice.
         start = self.micro_step
-        stop = (start // self.num_micro_steps + 1) * self.num_micro_steps
+        stop = ((start - self.shift) // self.num_micro_steps + 1) * self.num_micro_steps
+        stop += self.shift
         batches = self.loader.open(self.frames, self.schedule, start, stop)
         try:
             for micro_step in range(start, stop):
@@ -204,19 +237,17 @@ class BatchStream:
         """Go on where another stream stopped.
 
         Raises:
-            InputError: seed, number of samples, batch size or number of processes differ, with
-            which the
-                order would be another.
+            InputError: seed or number of samples differ, with which the order would be another.
         """
-        for name, value in _identity(self.schedule).items():
-            if state.get(name) != value:
+        for name in ("seed", "num_samples"):
+            own = getattr(self.schedule, name)
+            if state.get(name) != own:
                 raise InputError(
                     f"the checkpoint's data stream has {name} = {state.get(name)} and this run has "
-                    f"{value}, so it cannot go on at the same sample: set it back, or start anew "
-                    f"from "
-                    f"the weights with init_from=<checkpoint>"
+                    f"{own}, so it cannot go on at the same sample: set it back, or start anew "
+                    f"from the weights with init_from=<checkpoint>"
                 )
-        self.micro_step = state["micro_step"]
+        self.micro_step, self.num_again = self.schedule.translate(state, self.accumulation)
 
 
 class FixedBatches:

@@ -1,6 +1,7 @@
 """The LightningModule of every detector, with the only training step."""
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -142,19 +143,21 @@ class DetectionModule(L.LightningModule):
         self.results = self._complete("val", found)
         if self.evaluator is None:
             return
-        scores: list[Scores | InputError | None] = [None]
+        scores: list[Scores | Exception | None] = [None]
         if self.global_rank == 0:
             try:
                 known = {token: found[token] for token in self.results if token in found}
                 scores = [self.evaluator.evaluate(known, list(self.results))]
-            except InputError as error:
-                scores = [error]
+            except Exception as error:
+                if not dist.is_initialized():
+                    raise
+                scores = [_portable(error)]
         if dist.is_initialized():
             dist.broadcast_object_list(scores, src=0, group=_host_group(dist.group.WORLD))
-        if isinstance(scores[0], InputError):
+        if isinstance(scores[0], Exception):
             raise scores[0]  # on every process: none waits for the first
+        assert scores[0] is not None
         self.scores, self.scored_step = scores[0], self.global_step
-        assert self.scores is not None
         # Equal on all processes already; sync_dist keeps Lightning from doubting it.
         values = {f"val/{name}": value for name, value in self.scores.to_log().items()}
         self.log_dict(values, sync_dist=True)
@@ -183,6 +186,20 @@ class DetectionModule(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Plain containers only, so that the file loads with weights_only=True.
         checkpoint["bev_lightning"] = self.provenance
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Have Lightning count in this run's micro-steps, where a run of other batches, processes
+        or accumulation has written the checkpoint."""
+        data = self._datamodule()
+        state = checkpoint.get("DetectionDataModule")
+        if data is None or not state:
+            return
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        counts = data.count_done(state, checkpoint["global_step"])
+        for kind, count in zip(("total", "current"), counts, strict=True):
+            # The file is written when a batch is ready and processed, but not yet completed.
+            difference = count - progress[kind]["ready"]
+            progress[kind] = {name: old + difference for name, old in progress[kind].items()}
 
     def _freeze(self, optim: AdamW) -> list[nn.Module]:
         """Take the gradients off what has a learning rate of 0, here and not when the optimizer is
@@ -267,3 +284,10 @@ def _host_group(world: Any) -> Any:
     """A group of all processes for objects that lie on the host. The others wait in it while the
     first one scores, for which the half hour or less of the default group may be too short."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=2))
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that any process can unpickle and raise, with the traceback as its text."""
+    if isinstance(error, InputError):
+        return error
+    return RuntimeError(f"process 0 failed to score:\n{''.join(traceback.format_exception(error))}")

@@ -56,7 +56,7 @@ def main(cfg):
     trainer = Trainer(
         accelerator=cfg.trainer.accelerator,
         devices=cfg.trainer.devices,
-        strategy=cfg.trainer.strategy,
+        strategy="ddp",
         max_steps=1,
         limit_val_batches=0,
         logger=False,

@@ -56,7 +56,9 @@ def test_each_choice_composes_to_the_base_plus_its_own_file() -> None:
 
 
 def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
-    base = OmegaConf.masked_copy(load("train"), ["verb", "seed", "trainer", "hardware", "optim"])
+    base = OmegaConf.masked_copy(
+        load("train"), ["verb", "seed", "trainer", "hardware", "cluster", "optim"]
+    )
     accepted, refused = 0, 0
     product = itertools.product(*(axis(group).items() for group in AXES))
     for (hw, hardware), (pr, precision), (_, accumulation), (st, strategy) in product:
@@ -91,6 +93,8 @@ def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
         (["hardware=1x3090", "strategy=fsdp", "precision=16"], "does not scale the loss"),
         (["strategy=fsdp", "callbacks=ema"], "callbacks=ema averages whole weights"),
         (["trainer.accumulate_grad_batches=0"], "must be a whole number of at least 1"),
+        (["seed=4294967296"], "seed=4294967296 must be below 2^32"),
+        (["cluster.collective_s=0"], "cluster.collective_s=0 must be a number of at least 1"),
         (["data.batch_size=two"], "data.batch_size=two must be a whole number"),
         (["data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number"),
         (["data.batch_size=null"], "data.batch_size=null must be a whole number of at least 1"),
@@ -180,7 +184,9 @@ def test_auto_on_a_cpu() -> None:
 def test_auto_on_cards() -> None:
     plain = resolve(load("train"), FOUR_3090)
     assert (plain.trainer.accelerator, plain.trainer.devices) == ("gpu", 4)
-    assert (plain.trainer.precision, plain.trainer.strategy) == ("bf16-mixed", "ddp")
+    assert plain.trainer.precision == "bf16-mixed"
+    strategy = plain.trainer.strategy
+    assert strategy._target_.endswith(".DDPStrategy") and not strategy.find_unused_parameters
     assert (plain.hardware.card, plain.hardware.capability) == (FOUR_3090.card, 8.6)
     assert (plain.loader.num_workers, plain.loader.pin_memory) == (7, True)
     assert resolve(load("train"), TWO_2080).trainer.precision == "16-mixed"
@@ -191,9 +197,11 @@ def test_auto_on_cards() -> None:
 
 def test_what_is_said_stays_said() -> None:
     words = ["hardware=cpu", "hardware.devices=2", "loader=auto", "loader.num_workers=0"]
-    plain = resolve(load("train", words), FOUR_3090)
+    plain = resolve(load("train", [*words, "cluster.rendezvous_s=30"]), FOUR_3090)
     assert (plain.trainer.accelerator, plain.trainer.devices) == ("cpu", 2)
-    assert plain.trainer.strategy == "ddp"
+    strategy = plain.trainer.strategy
+    assert strategy._target_.endswith(".DDPStrategy") and strategy.find_unused_parameters
+    assert strategy.timeout.seconds == 30
     assert plain.loader.num_workers == 0
     assert resolve(load("train", ["loader=torch"]), CPU).loader._target_.endswith("TorchLoader")
 

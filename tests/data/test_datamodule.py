@@ -170,9 +170,9 @@ def test_resume_with_another_order_is_refused(make_data, tmp_path: Path) -> None
     trainer(tmp_path, max_steps=2, limit_val_batches=0, callbacks=[save]).fit(
         Noisy(), datamodule=make_data()
     )
-    with pytest.raises(InputError, match="batch_size = 2 and this run has 1"):
+    with pytest.raises(InputError, match="seed = 3 and this run has 1"):
         trainer(tmp_path, max_steps=2, limit_val_batches=0).fit(
-            Noisy(), datamodule=make_data(batch_size=1), ckpt_path=str(save.path), weights_only=True
+            Noisy(), datamodule=make_data(seed=1), ckpt_path=str(save.path), weights_only=True
         )
 
 

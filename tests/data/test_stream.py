@@ -148,14 +148,50 @@ def test_random_generators_are_set_before_each_batch() -> None:
 
 
 def test_another_order_is_refused() -> None:
-    stream = BatchStream(Echo(), None, Schedule(5, 2, seed=9), 8)
-    state = stream.state_dict()
+    state = BatchStream(Echo(), None, Schedule(5, 2, seed=9), 8).state_dict()
     for changed, name in (
-        (Schedule(5, 3, seed=9), "batch_size"),
+        (Schedule(5, 2, seed=8), "seed"),
         (Schedule(6, 2, seed=9), "num_samples"),
     ):
         with pytest.raises(InputError, match=f"{name} = .*init_from"):
             BatchStream(Echo(), None, changed, 8).load_state_dict(state)
+
+
+def read(streams: list[BatchStream]) -> list[tuple[int, int]]:
+    """What all ranks read, dealt out like cards."""
+    steps = [zip(*(b.places for b in step), strict=True) for step in zip(*streams, strict=True)]
+    return [place for step in steps for deal in step for place in deal]
+
+
+@pytest.mark.parametrize(("ranks", "size", "again"), [(1, 4, 0), (4, 1, 0), (1, 2, 0), (2, 5, 8)])
+def test_other_processes_go_on_in_the_same_order(ranks: int, size: int, again: int) -> None:
+    stop = 7  # of epochs of 5 batches of 2 x 2
+    old = [Schedule(20, 2, rank, 2, seed=4) for rank in range(2)]
+    whole = read([BatchStream(Echo(), None, one, 15) for one in old])
+    state = BatchStream(Echo(), None, old[0], 15, micro_step=stop).state_dict()
+    streams = []
+    for rank in range(ranks):
+        schedule = Schedule(20, size, rank, ranks, seed=4)
+        stream = BatchStream(Echo(), None, schedule, 3 * len(schedule))
+        stream.load_state_dict(state)
+        assert stream.num_again == again
+        # Lightning has counted the old steps.
+        stream.shift = stream.micro_step - stop
+        stream.num_micro_steps = stop + 3 * len(schedule) - stream.micro_step
+        streams.append(stream)
+    rest = whole[4 * stop - again :]
+    assert read(streams)[: len(rest)] == rest[: len(rest)]
+    assert streams[0].state_dict()["batch_size"] == size
+
+
+def test_epochs_go_on_with_whole_accumulations() -> None:
+    state = BatchStream(Echo(), None, Schedule(24, 2, 0, 2), 6, micro_step=9).state_dict()
+    stream = BatchStream(Echo(), None, Schedule(24, 1), 24, accumulation=8)
+    stream.load_state_dict(state)  # 12 samples of the second epoch were read
+    assert stream.micro_step == 24 + 8 and stream.num_again == 4
+    same = BatchStream(Echo(), None, Schedule(24, 2, 0, 2), 6, accumulation=8)
+    same.load_state_dict(state)
+    assert same.micro_step == 9 and same.num_again == 0
 
 
 def test_waiting_is_counted_and_evaluation_starts_afresh() -> None:
