@@ -88,7 +88,10 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
     Raises:
         InputError: one sentence that names the key, what is there and the mend.
     """
-    _check_cards(cfg, machine)
+    # A plan is made for any machine, and reads no data.
+    plans = _get(cfg, "verb") == "plan"
+    if not plans:
+        _check_cards(cfg, machine)
     for key in ("ckpt", "init_from", "resume", "results", "source"):
         path = _get(cfg, key)
         if key == "resume" and path == "auto":
@@ -96,7 +99,7 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
         if path is not None and not Path(str(path)).is_file():
             raise InputError(f"{key}={path} does not exist; give a file such as {_EXAMPLE}")
     root, version = _get(cfg, "data.root"), _get(cfg, "data.version")
-    if root is None or _get(cfg, "data.synthetic") is not None:
+    if plans or root is None or _get(cfg, "data.synthetic") is not None:
         return
     if not Path(str(root)).is_dir():
         mend = f"set data.root to the folder of {version}/ and samples/, or use data=synthetic"

@@ -1,0 +1,22 @@
+"""Says what a training will do and take: ``python -m bev_lightning.plan [GROUP=CHOICE ...]``."""
+
+from omegaconf import DictConfig
+
+from bev_lightning.config import entry
+
+
+@entry("plan")
+def main(cfg: DictConfig) -> None:
+    """Print the plan and leave plan.json in the run directory. Any verdict is a success."""
+    import json
+    from pathlib import Path
+
+    from bev_lightning.forecast import make_plan
+
+    plan = make_plan(cfg)
+    print(plan.to_text())
+    (Path(cfg.paths.run) / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
