@@ -1,6 +1,7 @@
 """How trainings go on, begin from others' weights, and end before their time; in this process."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -200,3 +201,68 @@ def test_validations_fall_between_optimizer_steps(
     monkeypatch.setattr(DetectionModule, "on_validation_epoch_start", note)
     code, _ = train(*TINY, "trainer.val_check_interval=1", "trainer.max_steps=2")
     assert code == 0 and seen == [(1, False), (2, False)]
+
+
+def test_epochs_go_on_from_their_middle_and_from_their_end(whole: Path) -> None:
+    # Three batches an epoch: a step of two, and a step of the one that is left.
+    epochs = ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.val_check_interval=2"]
+    every = ["callbacks.steps.every_n_train_steps=1", "callbacks.steps.keep_last=9"]
+    code, run = train(*TINY, *epochs, *every)
+    assert code == 0 and score_of(run)["steps"] == 6
+    keys = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "DetectionDataModule")
+    one = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    for step in (3, 4):
+        code, on = train(f"resume={run / 'checkpoints' / f'step_00000{step}.ckpt'}")
+        assert code == 0
+        other = torch.load(on / "checkpoints" / "last.ckpt", weights_only=True)
+        for key in keys:
+            assert repr(one[key]) == repr(other[key]), (step, key)
+        assert all(torch.equal(v, other["state_dict"][k]) for k, v in one["state_dict"].items())
+        assert score_of(on)["NDS"] == score_of(run)["NDS"]
+
+
+def test_other_batches_go_on_at_the_same_sample(whole: Path) -> None:
+    changed = ["data.batch_size=3", "accumulation=1"]
+    code, run = train(f"resume={whole / 'step_000002.ckpt'}", *changed, "trainer.max_steps=4")
+    assert code == 0 and score_of(run)["steps"] == 4
+    content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    # Four batches of one are an epoch of three and one, which is read again; two epochs follow.
+    assert content["DetectionDataModule"]["micro_step"] == 3
+    progress = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    assert progress["total"]["ready"] == 4
+
+
+def test_a_signal_saves_and_stops(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = DetectionModule.training_step
+
+    def send(module: DetectionModule, batch, batch_idx: int):
+        if batch_idx == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(module, batch, batch_idx)
+
+    monkeypatch.setattr(DetectionModule, "training_step", send)
+    code, run = train(*TINY, "logger=tensorboard", "trainer.log_every_n_steps=1")
+    assert code == 143
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == (
+        f"bev_lightning.train: interrupted by SIGTERM at step 1; go on with "
+        f"resume={run / 'checkpoints' / 'last.ckpt'}"
+    )
+    marker = json.loads((run / "stopped.json").read_text())
+    assert marker["signal"] == "SIGTERM" and marker["step"] == 1
+    assert score_of(run)["status"] == "interrupted"
+    monkeypatch.setattr(DetectionModule, "training_step", step)
+    sys_argv = [*TINY, "logger=tensorboard", "trainer.log_every_n_steps=1", "resume=auto"]
+    before = set(Path("outputs/train").glob("*"))
+    monkeypatch.setattr(sys, "argv", ["train", *sys_argv])
+    main()
+    assert set(Path("outputs/train").glob("*")) == before  # in the same directory
+    assert "resume=auto: going on from outputs/train" in capsys.readouterr().out
+    assert score_of(run)["steps"] == 3 and not (run / "stopped.json").exists()
+    one, other = (
+        torch.load(place / "last.ckpt", weights_only=True)["state_dict"]
+        for place in (whole, run / "checkpoints")
+    )
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
