@@ -155,7 +155,9 @@ class StepCheckpoint(Checkpoint):
         self._publish(trainer)
         self._request.ignore()
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         self._request.ignore()
 
     def _stays(self, step: int) -> bool:

@@ -63,7 +63,7 @@ def test_the_optimizer_step_ends_and_is_saved(tmp_path: Path, name: str) -> None
     content = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert content["global_step"] == 3
     assert not list(tmp_path.glob(".*"))
-    signal.signal(number, before)
+    assert signal.getsignal(number) == before
 
 
 def test_a_validation_is_finished_first(tmp_path: Path) -> None:
