@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
 from bev_lightning.ops.deform_attention import multi_scale_deformable_attention
+from bev_lightning.structures.constants import constant
 
 
 class TemporalSelfAttention(nn.Module):
@@ -247,7 +248,8 @@ class MapAttention(nn.Module):
 
 def _cells(like: Tensor, *shapes: tuple[int, int]) -> Tensor:
     """``(L, 1, 2)`` width, height of L maps, in which the offsets of their points are counted."""
-    return like.new_tensor([[[width, height]] for height, width in shapes])
+    sides = [side for height, width in shapes for side in (width, height)]
+    return constant(sides, like).view(-1, 1, 2)
 
 
 def _check_heads(channels: int, num_heads: int) -> None:

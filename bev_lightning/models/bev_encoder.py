@@ -23,6 +23,7 @@ from bev_lightning.models.ego_motion import (
     turn_map,
 )
 from bev_lightning.structures import BevGrid
+from bev_lightning.structures.constants import constant
 from bev_lightning.structures.geometry import project
 
 
@@ -203,7 +204,7 @@ class BEVEncoder(nn.Module):
     def shift(self, motion: EgoMotion) -> Tensor:
         """``(B, 2)`` the motion's shift x, y as fractions of the map."""
         x_min, y_min, _, x_max, y_max, _ = self.grid.range
-        return motion.shift / motion.shift.new_tensor([x_max - x_min, y_max - y_min])
+        return motion.shift / constant((x_max - x_min, y_max - y_min), motion.shift)
 
     def project_anchors(
         self, image_from_lidar: Tensor, image_size: tuple[int, int]
@@ -213,7 +214,7 @@ class BEVEncoder(nn.Module):
         with torch.autocast(image_from_lidar.device.type, enabled=False):
             flat = self.anchors.float().flatten(0, 1)
             pixels, depth = project(image_from_lidar.float(), flat)
-            fractions = pixels / pixels.new_tensor([image_size[1], image_size[0]])
+            fractions = pixels / constant((image_size[1], image_size[0]), pixels)
             seen = (depth > 1e-5) & ((fractions > 0) & (fractions < 1)).all(-1)
         layout = self.anchors.shape[:2]
         return fractions.unflatten(2, layout), seen.unflatten(2, layout)

@@ -11,6 +11,7 @@ from bev_lightning.models.attention import MapAttention
 from bev_lightning.models.bev_encoder import FeedForward
 from bev_lightning.models.query_start import LearnedStart, QueryStart, SeededStart
 from bev_lightning.structures import BevGrid, Boxes3D
+from bev_lightning.structures.constants import constant
 from bev_lightning.structures.predictions import (
     BEVFormerPredictions,
     DenoisingPredictions,
@@ -169,7 +170,7 @@ class BEVFormerHead(nn.Module):
         )
         valid = boxes.valid
         if self.range_m is not None:
-            low, high = boxes.centre.new_tensor(self.range_m).view(2, 3)
+            low, high = constant(self.range_m, boxes.centre).view(2, 3)
             valid = valid & ((boxes.centre >= low) & (boxes.centre <= high)).all(-1)
         if self.score_threshold is not None:
             valid = valid & _passes(score, self.score_threshold)
@@ -181,7 +182,7 @@ class BEVFormerHead(nn.Module):
         """Logits ``(L, B, Q, K)`` and code ``(L, B, Q, 10)``, float32."""
         shape = (int(bev.shape[-2]), int(bev.shape[-1]))
         cells = bev.flatten(2).transpose(1, 2)
-        low, high = start.reference.new_tensor(self.codec.grid.range).view(2, 3)
+        low, high = constant(self.codec.grid.range, start.reference).view(2, 3)
         query, reference = start.query, start.reference
         all_logits, all_code = [], []
         for layer, class_branch, box_branch in zip(

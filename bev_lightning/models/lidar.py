@@ -9,6 +9,7 @@ from bev_lightning.models.pillars import PillarEncoder
 from bev_lightning.models.sparse_encoder import SparseEncoder
 from bev_lightning.ops.voxelize import Cell, Range, voxelize_hard
 from bev_lightning.structures import BevGrid, Points
+from bev_lightning.structures.constants import constant
 
 
 class LidarPillarBranch(nn.Module):
@@ -28,7 +29,7 @@ class LidarPillarBranch(nn.Module):
     def forward(self, points: Points) -> Tensor:
         """``(B, out_channels, Y, X)``."""
         # Intensity is stored as 0..255 and ten sweeps span half a second.
-        features = points.features[..., 3:] * points.features.new_tensor([1 / 255, 2.0])
+        features = points.features[..., 3:] * constant((1 / 255, 2.0), points.features)
         bev: Tensor = self.pillars(points.features[..., :3], features, points.count)
         return bev
 

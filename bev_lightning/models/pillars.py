@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from bev_lightning.ops.scatter import scatter_max, scatter_mean
 from bev_lightning.ops.voxelize import assign_cells
 from bev_lightning.structures import BevGrid
+from bev_lightning.structures.constants import constant
 
 
 class RowNorm(nn.BatchNorm1d):
@@ -80,12 +81,12 @@ class PillarEncoder(nn.Module):
         kept = (cells >= 0).nonzero().squeeze(1)
         cells = cells[kept]
         points = xyz.flatten(0, 1)[kept].float()
-        centre = (points.new_tensor(low) + points.new_tensor(high)) / 2
-        half_extent = (points.new_tensor(high) - points.new_tensor(low)) / 2
-        size = points.new_tensor((*self.grid.cell, (high[2] - low[2]) / 2))
+        least, most = constant(low, points), constant(high, points)
+        centre, half_extent = (least + most) / 2, (most - least) / 2
+        size = constant((*self.grid.cell, (high[2] - low[2]) / 2), points)
         index = torch.stack([cells % width, cells // width % height], dim=1)
         position = (points - centre) / half_extent
-        from_centre = (points[:, :2] - points.new_tensor(low[:2])) / size[:2] - index - 0.5
+        from_centre = (points[:, :2] - least[:2]) / size[:2] - index - 0.5
         from_mean = (points - scatter_mean(points, cells, num_cells)[cells]) / size
         rows = torch.cat(
             [position, from_centre, from_mean, features.flatten(0, 1)[kept].float()], dim=1

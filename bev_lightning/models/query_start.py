@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bev_lightning.structures import BevGrid
+from bev_lightning.structures.constants import constant
 
 # The bias of a classifier that starts at a probability of 0.1 (RetinaNet, section 4.1).
 PRIOR_BIAS = -math.log(9.0)
@@ -107,7 +108,7 @@ class SeededStart(nn.Module):
         index = (j * width + i).unsqueeze(1)
         feature = bev.flatten(2).gather(2, index.expand(-1, bev.shape[1], -1)).transpose(1, 2)
         query = self.content(feature) + self.class_embedding(label)
-        fraction = (cells / cells.new_tensor([width, height])).float().clamp(0.0, 1.0)
+        fraction = (cells / constant((width, height), cells)).float().clamp(0.0, 1.0)
         reference = torch.cat([fraction, torch.full_like(fraction[..., :1], 0.5)], dim=-1)
         logits = None
         if heatmap is not None:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from bev_lightning.models.pillars import PillarEncoder
 from bev_lightning.structures import BevGrid, Radar
+from bev_lightning.structures.constants import constant
 
 
 class RadarBranch(nn.Module):
@@ -29,7 +30,7 @@ class RadarBranch(nn.Module):
     def forward(self, radar: Radar) -> Tensor:
         """``(B, out_channels, Y, X)``."""
         # RCS is some tens of dBsm, velocities some m/s, six sweeps span half a second.
-        scale = radar.features.new_tensor([1 / 20, 1 / 10, 1 / 10, 2.0])
+        scale = constant((1 / 20, 1 / 10, 1 / 10, 2.0), radar.features)
         sensors = torch.arange(self.num_sensors, device=scale.device)
         sensor = radar.features[..., 7:].round() == sensors
         features = torch.cat([radar.features[..., 3:7] * scale, sensor.to(scale.dtype)], dim=-1)

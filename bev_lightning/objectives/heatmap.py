@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from bev_lightning.structures import BevGrid, Boxes3D
+from bev_lightning.structures.constants import constant
 
 
 def gaussian_heatmap(
@@ -30,7 +31,7 @@ def gaussian_heatmap(
     height, width = grid.shape
     cells = grid.to_cells(boxes.centre[..., :2].float())
     centre = torch.floor(cells)
-    limit = centre.new_tensor([width, height])
+    limit = constant((width, height), centre)
     drawn = boxes.valid & ((centre >= 0) & (centre < limit)).all(-1)
     # As published: lengths in cells along y, widths along x, whatever the heading.
     length, width_cells = (

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bev_lightning.objectives.heatmap import gaussian_heatmap
-from bev_lightning.objectives.matching import Assignment, TransFusionMatcher
+from bev_lightning.objectives.matching import Assignment, Matching, TransFusionMatcher
 from bev_lightning.objectives.overlap import widen
 from bev_lightning.structures import Boxes3D
+from bev_lightning.structures.constants import constant
 from bev_lightning.structures.predictions import (
     BEVFusionPredictions,
     HeatmapPredictions,
@@ -58,15 +59,13 @@ class TransFusionObjective:
     def __call__(self, predictions: TransFusionPredictions, targets: Boxes3D) -> dict[str, Tensor]:
         """Weighted scalars ``heatmap``, ``class`` and ``box``; the layers are summed."""
         with torch.autocast(predictions.heatmap.device.type, enabled=False):
-            assignment = self.match(predictions, targets)
-            by_class, by_box = self.layer_terms(predictions, targets, assignment)
-            return {
-                "heatmap": self.heatmap_term(predictions, targets),
-                "class": by_class.sum(),
-                "box": by_box.sum(),
-            }
+            matching = self.match(predictions, targets)
+            by_heatmap = self.heatmap_term(predictions, targets)
+            by_class, by_box = self.layer_terms(predictions, targets, matching.finish())
+            return {"heatmap": by_heatmap, "class": by_class.sum(), "box": by_box.sum()}
 
-    def match(self, predictions: TransFusionPredictions, targets: Boxes3D) -> Assignment:
+    def match(self, predictions: TransFusionPredictions, targets: Boxes3D) -> Matching:
+        """Begin to find which query answers for which box."""
         codec = predictions.codec
         return self.matcher(
             predictions.logits.detach(),
@@ -97,7 +96,7 @@ class TransFusionObjective:
         labels = torch.where(assignment.positive, assignment.gather(targets.label), background)
         by_class = sigmoid_focal_loss(predictions.logits, labels).sum((1, 2, 3))
         wanted = assignment.gather(predictions.codec.encode(targets))
-        weight = assignment.positive.unsqueeze(-1) * predictions.code.new_tensor(self.code_weights)
+        weight = assignment.positive.unsqueeze(-1) * constant(self.code_weights, predictions.code)
         by_box = masked_l1_loss(predictions.code, wanted, weight).sum((1, 2, 3))
         return self.class_weight * by_class / num_positive, self.box_weight * by_box / num_positive
 
@@ -138,7 +137,7 @@ class CentreObjective:
             cell = (j * width + i).long() * inside
             predicted = predictions.code.flatten(2).transpose(1, 2)  # (B, Y * X, 10)
             predicted = predicted.gather(1, cell.unsqueeze(-1).expand_as(wanted))
-            weight = inside.unsqueeze(-1) * predicted.new_tensor(self.code_weights)
+            weight = inside.unsqueeze(-1) * constant(self.code_weights, predicted)
             by_box = masked_l1_loss(predicted, wanted, weight).sum() / inside.sum().clamp(min=1)
             return {
                 "heatmap": self.heatmap_weight * gaussian_focal_loss(logits, heatmap),

@@ -1,7 +1,8 @@
 """Which query answers for which box: costs and the Hungarian method.
 
 Costs are computed on the device for all layers and samples together; they cross to the host once
-per step, are solved there by SciPy, and the answer crosses back once.
+per step, are solved there by SciPy, and the answer crosses back once. Between the two the device
+works on what the loss needs besides.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from bev_lightning.objectives.overlap import pairwise_iou, widen
 from bev_lightning.structures import BevGrid
+from bev_lightning.structures.constants import constant
 
 # Stands for a cost that is NaN or infinite, so that a broken prediction is matched last.
 WORST_COST = 1e6
@@ -43,6 +45,64 @@ class Assignment:
         return torch.where(positive, picked, torch.zeros_like(picked))
 
 
+class Matching:
+    """An assignment under way: the costs travel to the host while the device goes on.
+
+    Each layer and sample is solved on its own. Where there are more boxes than queries, every query
+    gets one.
+
+    Args:
+        cost: ``(L, B, Q, M)``.
+        valid: ``(B, M)`` bool; other boxes are left out.
+        overlap: ``(L, B, Q, M)`` for :attr:`Assignment.overlap`; None leaves that 0.
+    """
+
+    @torch.no_grad()
+    def __init__(self, cost: Tensor, valid: Tensor, overlap: Tensor | None = None) -> None:
+        self._device, self._overlap = cost.device, overlap
+        # Boxes first: the solver wants the shorter side there and would turn each matrix itself.
+        cost = cost.detach().float().transpose(-1, -2)
+        cost = cost.nan_to_num(WORST_COST, WORST_COST, -WORST_COST)
+        # Padding travels as infinity inside the costs, so that one transfer carries both.
+        self._cost = cost.masked_fill(~valid[None, :, :, None], torch.inf).contiguous()
+        self._cost = self._cost.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if cost.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    @torch.no_grad()
+    def finish(self) -> Assignment:
+        """Wait for the costs, the loss's one host synchronisation, and solve."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        layers, batch, _, queries = self._cost.shape
+        box = torch.empty(
+            layers, batch, queries, dtype=torch.int64, pin_memory=self._arrived is not None
+        )
+        solve(self._cost, box)
+        box = box.to(self._device, non_blocking=True)
+        overlap = torch.zeros(box.shape, device=self._device)
+        if self._overlap is not None and self._overlap.shape[-1]:
+            paired = self._overlap.gather(-1, box.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            overlap = torch.where(box >= 0, paired, 0.0)
+        return Assignment(box, overlap)
+
+
+def solve(cost: Tensor, box: Tensor) -> None:
+    """Write to ``box`` ``(L, B, Q)`` int64 what costs ``(L, B, M, Q)`` on the host ask for, -1 for
+    no box; a box whose costs are infinite is left out.
+
+    One after the other: SciPy keeps the interpreter's lock, so that threads would not help.
+    """
+    costs, result = cost.numpy(), box.numpy()
+    result.fill(-1)
+    for layer, sample in np.ndindex(result.shape[:2]):
+        rows = np.flatnonzero(np.isfinite(costs[layer, sample, :, 0]))
+        if rows.size:
+            matched, columns = linear_sum_assignment(costs[layer, sample, rows])
+            result[layer, sample, columns] = rows[matched]
+
+
 class TransFusionMatcher:
     """Hungarian matching by class, distance and overlap (TransFusion, section 3.3).
 
@@ -69,8 +129,8 @@ class TransFusionMatcher:
         targets: Tensor,
         valid: Tensor,
         grid: BevGrid,
-    ) -> Assignment:
-        """Match every layer and sample on its own.
+    ) -> Matching:
+        """Begin to match every layer and sample on its own.
 
         Args:
             logits: ``(L, B, Q, K)``.
@@ -80,13 +140,7 @@ class TransFusionMatcher:
         """
         with torch.autocast(logits.device.type, enabled=False):
             cost, overlap = self.costs(logits, boxes, labels, targets, grid)
-            box = assign(cost, valid)
-            matched = box.clamp(min=0).unsqueeze(-1)
-            empty = overlap.shape[-1] == 0
-            paired = (
-                overlap.new_zeros(box.shape) if empty else overlap.gather(-1, matched).squeeze(-1)
-            )
-            return Assignment(box, torch.where(box >= 0, paired, torch.zeros_like(paired)))
+            return Matching(cost, valid, overlap)
 
     def costs(
         self, logits: Tensor, boxes: Tensor, labels: Tensor, targets: Tensor, grid: BevGrid
@@ -112,32 +166,6 @@ def focal_cost(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float
 def distance_cost(centres: Tensor, targets: Tensor, grid: BevGrid) -> Tensor:
     """L1 distance of centres ``(L, B, Q, 2)`` and ``(B, M, 2)`` [m], in extents of the grid."""
     x_min, y_min, _, x_max, y_max, _ = grid.range
-    extent = centres.new_tensor([x_max - x_min, y_max - y_min], dtype=torch.float32)
+    extent = constant((x_max - x_min, y_max - y_min), centres, torch.float32)
     offset = centres.float().unsqueeze(-2) - targets.float()[None, :, None]
     return (offset.abs() / extent).sum(-1)
-
-
-def assign(cost: Tensor, valid: Tensor) -> Tensor:
-    """Solve the assignment of each layer and sample.
-
-    Args:
-        cost: ``(L, B, Q, M)``.
-        valid: ``(B, M)`` bool; other boxes are left out.
-
-    Returns:
-        ``(L, B, Q)`` int64 on the device of the costs, index into M or -1. Where there are more
-        boxes than queries, every query gets one.
-    """
-    layers, batch, queries, boxes = cost.shape
-    if boxes == 0:
-        return torch.full((layers, batch, queries), -1, dtype=torch.int64, device=cost.device)
-    cost = cost.float().nan_to_num(WORST_COST, WORST_COST, -WORST_COST)
-    # Padding travels as infinity inside the costs, so that one transfer carries both.
-    host = cost.masked_fill(~valid[None, :, None, :], torch.inf).cpu().numpy()
-    result = np.full((layers, batch, queries), -1, dtype=np.int64)
-    for layer, sample in np.ndindex(layers, batch):
-        columns = np.flatnonzero(np.isfinite(host[layer, sample, 0]))
-        if columns.size:
-            rows, matched = linear_sum_assignment(host[layer, sample][:, columns])
-            result[layer, sample, rows] = columns[matched]
-    return torch.from_numpy(result).to(cost.device, non_blocking=True)

@@ -6,6 +6,7 @@ from torch import Tensor
 from bev_lightning.objectives.heatmap import draw_gaussians
 from bev_lightning.objectives.losses import gaussian_focal_loss
 from bev_lightning.structures import Boxes3D
+from bev_lightning.structures.constants import constant
 from bev_lightning.structures.geometry import project
 from bev_lightning.structures.predictions import PerspectivePredictions
 
@@ -22,8 +23,8 @@ def perspective_terms(predictions: PerspectivePredictions, targets: Boxes3D) -> 
     centre = targets.centre.float().nan_to_num().unsqueeze(1)
     pixels, depth = project(predictions.image_from_lidar.float(), centre)  # (B, N, M)
     # Pixel centres lie at integers, a map's cells begin there.
-    cells = (pixels + 0.5) * pixels.new_tensor(predictions.scale)
-    inside = ((cells >= 0) & (cells < cells.new_tensor([width, height]))).all(-1)
+    cells = (pixels + 0.5) * constant(predictions.scale, pixels)
+    inside = ((cells >= 0) & (cells < constant((width, height), cells))).all(-1)
     known = targets.valid & torch.isfinite(targets.centre).all(-1)
     seen = known.unsqueeze(1) & (depth > MIN_DEPTH) & inside
     wanted = draw_gaussians(

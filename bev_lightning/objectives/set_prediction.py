@@ -11,10 +11,11 @@ from bev_lightning.objectives.losses import (
     masked_l1_loss,
     sigmoid_focal_loss,
 )
-from bev_lightning.objectives.matching import Assignment, assign, focal_cost
+from bev_lightning.objectives.matching import Assignment, Matching, focal_cost
 from bev_lightning.objectives.overlap import widen
 from bev_lightning.objectives.perspective import perspective_terms
 from bev_lightning.structures import Boxes3D
+from bev_lightning.structures.constants import constant
 from bev_lightning.structures.predictions import (
     BEVFormerPredictions,
     DenoisingPredictions,
@@ -67,25 +68,24 @@ class SetPredictionObjective:
         ``perspective_class``, ``perspective_depth``, ``denoising_class`` and ``denoising_box``; the
         layers are summed."""
         with torch.autocast(predictions.bev.device.type, enabled=False):
-            assignment = self.match(predictions, targets)
-            by_class, by_box = self.layer_terms(predictions, targets, assignment)
-            terms = {"class": by_class.sum(), "box": by_box.sum()}
+            matching = self.match(predictions, targets)
+            others: dict[str, Tensor] = {}
             if predictions.heatmap is not None:
-                terms["heatmap"] = self.heatmap_term(predictions, targets)
+                others["heatmap"] = self.heatmap_term(predictions, targets)
             if predictions.perspective is not None:
-                terms |= perspective_terms(predictions.perspective, targets)
+                others |= perspective_terms(predictions.perspective, targets)
             if predictions.denoising is not None:
                 by_class, by_box = self.denoising_terms(predictions, targets)
-                terms["denoising_class"] = by_class.sum()
-                terms["denoising_box"] = by_box.sum()
-            return terms
+                others["denoising_class"] = by_class.sum()
+                others["denoising_box"] = by_box.sum()
+            by_class, by_box = self.layer_terms(predictions, targets, matching.finish())
+            return {"class": by_class.sum(), "box": by_box.sum(), **others}
 
     @torch.no_grad()
-    def match(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Assignment:
-        """Which query answers for which box, in each layer and sample on its own."""
+    def match(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Matching:
+        """Begin to find which query answers for which box, in each layer and sample on its own."""
         with torch.autocast(predictions.bev.device.type, enabled=False):
-            box = assign(self.costs(predictions, targets), _in_range(predictions, targets))
-            return Assignment(box, torch.zeros_like(box, dtype=torch.float32))
+            return Matching(self.costs(predictions, targets), _in_range(predictions, targets))
 
     def costs(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
         """``(L, B, Q, M)``: the focal cost and the L1 distance of all but the velocity."""
@@ -156,7 +156,7 @@ class SetPredictionObjective:
         by_class = (sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)).sum(
             (1, 2, 3)
         )
-        weight = positive.unsqueeze(-1) * queries.code.new_tensor(self.code_weights)
+        weight = positive.unsqueeze(-1) * constant(self.code_weights, queries.code)
         if self.skip_unknown_rows:
             weight = weight * torch.isfinite(wanted).all(-1, keepdim=True)
         by_box = masked_l1_loss(queries.code, wanted, weight).sum((1, 2, 3))
@@ -168,6 +168,6 @@ def _in_range(predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
     """``(B, M)`` bool: boxes with their centre in the head's range along x and y, bounds
     excluded."""
     grid = predictions.codec.grid
-    low, high = targets.centre.new_tensor(grid.range).view(2, 3)[:, :2]
+    low, high = constant(grid.range, targets.centre).view(2, 3)[:, :2]
     xy = targets.centre[..., :2]
     return targets.valid & ((xy > low) & (xy < high)).all(-1)

@@ -13,12 +13,14 @@ import math
 import torch
 from torch import Tensor
 
+from bev_lightning.structures.constants import constant
+
 
 def make_transform(rotation: Tensor, translation: Tensor) -> Tensor:
     """Assemble ``dst_from_src`` ``(..., 4, 4)`` from rotation ``(..., 3, 3)`` and translation
     ``(..., 3)`` [m], the origin of ``src`` seen from ``dst``."""
     top = torch.cat([rotation, translation.unsqueeze(-1)], dim=-1)
-    bottom = top.new_tensor([0.0, 0.0, 0.0, 1.0]).expand(*top.shape[:-2], 1, 4)
+    bottom = constant((0.0, 0.0, 0.0, 1.0), top).expand(*top.shape[:-2], 1, 4)
     return torch.cat([top, bottom], dim=-2)
 
 

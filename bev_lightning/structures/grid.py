@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bev_lightning.structures.constants import constant
+
 
 @dataclass(frozen=True)
 class BevGrid:
@@ -55,11 +57,11 @@ class BevGrid:
     def to_cells(self, xy: Tensor) -> Tensor:
         """Metres ``(..., 2)`` as x, y to continuous cells ``(..., 2)`` as i (along x), j (along y);
         the centre of the first cell is (0.5, 0.5)."""
-        return (xy - xy.new_tensor(self.range[:2])) / xy.new_tensor(self.cell)
+        return (xy - constant(self.range[:2], xy)) / constant(self.cell, xy)
 
     def to_metres(self, cells: Tensor) -> Tensor:
         """Inverse of :meth:`to_cells`."""
-        return cells * cells.new_tensor(self.cell) + cells.new_tensor(self.range[:2])
+        return cells * constant(self.cell, cells) + constant(self.range[:2], cells)
 
     def centres(self, device: torch.device | str | None = None) -> Tensor:
         """Cell centres ``(Y, X, 2)`` as x, y [m]."""
@@ -73,5 +75,5 @@ class BevGrid:
 
     def contains(self, points: Tensor) -> Tensor:
         """Which points ``(..., 3)`` [m] lie in the range: ``(...)`` bool, upper bounds excluded."""
-        low, high = points.new_tensor(self.range[:3]), points.new_tensor(self.range[3:])
+        low, high = constant(self.range[:3], points), constant(self.range[3:], points)
         return ((points >= low) & (points < high)).all(dim=-1)

@@ -71,7 +71,9 @@ class BoxCodec:
         code = code.float()
         columns = [
             code[..., 2:3],
-            code[..., 3:6].exp()[..., [1, 0, 2]],
+            code[..., 4:5].exp(),
+            code[..., 3:4].exp(),
+            code[..., 5:6].exp(),
             torch.atan2(-code[..., 7], -code[..., 6]).unsqueeze(-1),
         ]
         return torch.cat([self.grid.to_metres(code[..., :2]), *columns], dim=-1)
@@ -155,8 +157,8 @@ class MetricBoxCodec:
         """Codes ``(..., M, 10)`` to boxes with label, score and validity ``(..., M)``."""
         code = code.float()
         return Boxes3D(
-            centre=code[..., [0, 1, 4]],
-            size=code[..., [3, 2, 5]].exp(),
+            centre=torch.stack([code[..., 0], code[..., 1], code[..., 4]], dim=-1),
+            size=torch.stack([code[..., 3], code[..., 2], code[..., 5]], dim=-1).exp(),
             yaw=torch.atan2(-code[..., 7], -code[..., 6]),
             velocity=code[..., 8:10],
             label=label,

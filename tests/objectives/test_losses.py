@@ -116,7 +116,7 @@ def test_unknown_velocity_leaves_only_the_velocity_out() -> None:
     unknown.velocity[0, 1] = torch.nan
     predictions = random_predictions(1, 1, 3)
     objective = TransFusionObjective()
-    assignment = objective.match(predictions, unknown)
+    assignment = objective.match(predictions, unknown).finish()
     terms = objective(predictions, unknown)
     sum(terms.values()).backward()
     assert all(torch.isfinite(term) for term in terms.values())
@@ -135,7 +135,7 @@ def test_unknown_velocity_leaves_only_the_velocity_out() -> None:
 def test_layers_are_matched_apart_and_share_one_divisor() -> None:
     predictions, targets = random_predictions(3, 2, 7), random_boxes(2, 4)
     objective = TransFusionObjective()
-    assignment = objective.match(predictions, targets)
+    assignment = objective.match(predictions, targets).finish()
     assert len({tuple(box.flatten().tolist()) for box in assignment.box}) > 1
     by_class, by_box = objective.layer_terms(predictions, targets, assignment)
     for layer in range(3):

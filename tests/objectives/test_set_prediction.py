@@ -35,7 +35,7 @@ def test_perfect_boxes_cost_nothing() -> None:
     code = torch.cat([CODEC.encode(targets).flip(1), torch.full((1, 1, 10), 5.0)], dim=1)
     predictions = make_predictions(code, torch.full((1, 3, 3), -20.0))
     objective = SetPredictionObjective()
-    assert objective.match(predictions, targets).box.tolist() == [[[1, 0, -1]]] * 2
+    assert objective.match(predictions, targets).finish().box.tolist() == [[[1, 0, -1]]] * 2
     assert float(objective(predictions, targets)["box"]) < 1e-5
 
 

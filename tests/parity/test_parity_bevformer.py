@@ -372,7 +372,7 @@ class HeadCase(Case):
             close(queries.logits[:, row : row + 1], alone.queries.logits.numpy(), 1e-4)
             close(queries.code[:, row : row + 1], alone.queries.code.numpy(), 1e-3)
             targets = self.samples([self.rows[row]])
-            assignment = self.objective.match(alone, targets)
+            assignment = self.objective.match(alone, targets).finish()
             close(self.assignment.box[:, row : row + 1], assignment.box.numpy(), 0.0)
             by_class, by_box = self.objective.layer_terms(alone, targets, assignment)
             total = total + (by_class.sum() + by_box.sum()) * targets.num
