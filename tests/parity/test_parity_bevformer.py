@@ -317,7 +317,7 @@ class HeadCase(Case):
             code_weights=self.code_weights,
             skip_unknown_rows=True,
         )
-        self.assignment = self.objective.match(self.predictions, self.targets)
+        self.assignment = self.objective.match(self.predictions, self.targets).finish()
         self.by_class, self.by_box = self.objective.layer_terms(
             self.predictions, self.targets, self.assignment
         )

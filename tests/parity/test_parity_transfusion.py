@@ -167,7 +167,7 @@ class HeadRun:
         ]
         self.targets = Boxes3D.stack(self.samples)
         self.objective = make_objective(self.config)
-        self.assignment = self.objective.match(self.predictions, self.targets)
+        self.assignment = self.objective.match(self.predictions, self.targets).finish()
         self.by_class, self.by_box = self.objective.layer_terms(
             self.predictions, self.targets, self.assignment
         )
