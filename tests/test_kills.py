@@ -20,8 +20,15 @@ import torch
 
 WORDS = [
     "model=bevfusion_lidar_toy",
-    "model.network.head.num_boxes=20",
+    "model.inputs.lidar.range=[-25.6,-25.6,-5.0,25.6,25.6,3.0]",
+    "model.network.lidar.out_channels=8",
+    "model.network.backbone={in_channels:8,out_channels:[8,8,8],layer_nums:[1,1,1]}",
+    "model.network.neck={in_channels:[8,8,8],out_channels:[8,8,8]}",
+    "model.network.head={in_channels:24,channels:8,num_boxes:20}",
+    "~callbacks.pictures",
     "data=synthetic_mini",
+    "data.synthetic.image_size=[36,64]",
+    "data.synthetic.objects_per_scene=16",
     "data.synthetic.num_train_scenes=1",
     "data.synthetic.num_val_scenes=1",
     "data.synthetic.frames_per_scene=3",

@@ -1,5 +1,6 @@
 """Training on data that lacks something, and frozen parts, with the lidar detector of the toy."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import Mock
@@ -15,7 +16,7 @@ from bev_lightning.config import load
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
 from bev_lightning.models.heads import TransFusionHead
-from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.modules.detection import DetectionModule, _portable
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.objectives.losses import BEVFusionObjective, TransFusionObjective
 from bev_lightning.structures import Batch, BevGrid, Boxes3D, Inputs, LidarInput, Points
@@ -213,3 +214,17 @@ def test_a_metric_that_cannot_be_had_stops_every_process(monkeypatch) -> None:
     with pytest.raises(InputError, match="no tables"):
         module.on_validation_epoch_end()
     assert module.evaluator.evaluate.call_count == 1
+
+
+def test_any_error_of_scoring_can_travel() -> None:
+    class LocalError(Exception):
+        """Cannot be pickled."""
+
+    try:
+        raise LocalError("no such table")
+    except LocalError as error:
+        carried = pickle.loads(pickle.dumps(_portable(error)))
+    assert type(carried) is RuntimeError
+    assert str(carried).startswith("process 0 failed to score:") and "no such table" in str(carried)
+    own = InputError("frame.jpg is cut short; copy it again")
+    assert _portable(own) is own
