@@ -3,6 +3,7 @@
 Sums may be taken in the order of the vector unit's lanes, which is fixed when a loop is compiled.
 """
 
+import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
@@ -83,13 +84,15 @@ def _sort_points(cells, num_cells, points, pixels, starts):  # type: ignore[no-u
 @njit(cache=True, nogil=True, fastmath=_FAST)
 def _sum_points(first, last, depth, rows, points, pixels, starts, out):  # type: ignore[no-untyped-def]
     channels = rows.shape[1]
+    total = np.empty(channels, rows.dtype)
     for cell in range(first, last):
-        for c in range(channels):
-            out[cell, c] = 0.0
+        total[:] = 0
         for row in range(starts[cell], starts[cell + 1]):
             weight, pixel = depth[points[row]], pixels[row]
             for c in range(channels):
-                out[cell, c] += weight * rows[pixel, c]
+                total[c] += weight * rows[pixel, c]
+        for c in range(channels):
+            out[cell, c] = total[c]
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
