@@ -80,6 +80,11 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
             "num_processes": hardware.devices * hardware.nodes,
             "timeout": patience,
         }
+    elif trainer.strategy in ("pipeline", "hybrid"):
+        mesh = plain.strategy
+        if mesh.data == "auto":
+            mesh.data = max(1, hardware.devices * hardware.nodes // (mesh.pipeline * mesh.model))
+        trainer.strategy = {"_target_": "bev_lightning.accelerate.hybrid.HybridStrategy", **mesh}
     return on_cuda
 
 

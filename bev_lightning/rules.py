@@ -12,7 +12,7 @@ from bev_lightning.composition import config_dir
 from bev_lightning.errors import InputError
 
 _PRECISIONS = ("auto", "32-true", "16-mixed", "bf16-mixed", "fp8")
-_STRATEGIES = ("auto", "single", "ddp", "fsdp")
+_STRATEGIES = ("auto", "single", "ddp", "fsdp", "pipeline", "hybrid")
 _EXAMPLE = "outputs/train/RUN/checkpoints/best.ckpt"
 # Key, type, smallest value.
 _NUMBERS: tuple[tuple[str, type, float], ...] = (

@@ -370,6 +370,10 @@ class DetectionDataModule(LightningDataModule):
 
     def _schedule(self) -> Schedule:
         rank, world_size = self._place()
+        told = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        if told is not None:
+            # Processes that share the work on the same samples count as one.
+            rank, world_size = told["rank"], told["num_replicas"]
         return Schedule(
             len(self._opened("train")), self.batch_size, rank, world_size, seed=self.seed
         )

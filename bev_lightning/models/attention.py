@@ -51,23 +51,25 @@ class TemporalSelfAttention(nn.Module):
         current: Tensor,
         references: Tensor,
         shape: tuple[int, int],
+        rows: slice = slice(None),
     ) -> Tensor:
         """
         Args:
-            query, position: ``(B, Y * X, C)``, features and their positional encoding.
+            query, position: ``(B, Q, C)``, features and their positional encoding.
             previous, current: ``(B, Y * X, C)``, the two maps.
-            references: ``(B, 2, Y * X, 2)`` place of each query x, y in the previous and the
-                current map, fractions.
+            references: ``(B, 2, Q, 2)`` place of each query x, y in the previous and the current
+                map, fractions.
             shape: Y, X.
+            rows: the cells that the Q queries stand for; all of them unless told.
 
         Returns:
-            ``(B, Y * X, C)``, residual included.
+            ``(B, Q, C)``, residual included.
         """
         batch, queries, _ = query.shape
-        told = torch.cat([previous, query + position], dim=-1)
+        told = torch.cat([previous[:, rows], query + position], dim=-1)
         # The two maps are two levels of one value.
         value = self.value_proj(torch.cat([previous, current], dim=1))
-        value = value.view(batch, 2 * queries, self.num_heads, -1)
+        value = value.view(batch, value.shape[1], self.num_heads, -1)
         layout = (batch, queries, self.num_heads, 2, self.num_points)
         offsets = self.sampling_offsets(told).view(*layout, 2).float()
         weights = self.attention_weights(told).view(layout).float().softmax(-1)

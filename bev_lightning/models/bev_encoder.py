@@ -38,6 +38,33 @@ class PreviousBev:
     valid: Tensor
 
 
+@dataclass(frozen=True)
+class EncoderScene:
+    """What the layers of the encoder share, for the Q queries of ``rows``.
+
+    Attributes:
+        first: ``(B, Y * X, C)`` all queries before the first layer.
+        past: ``(B, Y * X, C)`` the previous map, turned.
+        keep: ``(B, 1, 1)`` bool, False where there is no previous map.
+        position: ``(B, Q, C)`` encoding of the cells.
+        references: ``(B, 2, Q, 2)`` places in the previous and the current map, fractions.
+        features: ``(B * N, S, C)`` cells of all levels of the images.
+        shapes: height, width of each level.
+        visible: which of the Q queries each camera sees.
+        rows: the cells that the Q queries stand for.
+    """
+
+    first: Tensor
+    past: Tensor
+    keep: Tensor
+    position: Tensor
+    references: Tensor
+    features: Tensor
+    shapes: list[tuple[int, int]]
+    visible: VisibleQueries
+    rows: slice
+
+
 class BEVEncoder(nn.Module):
     """Learned queries, one for each BEV cell, that gather the previous map and the images.
 
@@ -150,43 +177,73 @@ class BEVEncoder(nn.Module):
         Raises:
             InputError: number of cameras or levels, or a missing CAN bus vector.
         """
+        scene = self.prepare(
+            maps, image_from_lidar, image_size, can_bus, lidar_from_previous_lidar, previous
+        )
+        query = scene.first
+        for number in range(len(self.layers)):
+            query = self.attend(number, scene, query)
+        return query.transpose(1, 2).unflatten(2, self.grid.shape)
+
+    def prepare(
+        self,
+        maps: Sequence[Tensor],
+        image_from_lidar: Tensor,
+        image_size: tuple[int, int],
+        can_bus: Tensor | None,
+        lidar_from_previous_lidar: Tensor,
+        previous: PreviousBev | None = None,
+        rows: slice = slice(None),
+    ) -> EncoderScene:
+        """What the layers need for the queries of some cells; see :meth:`forward`."""
         self._check(maps, can_bus)
         batch = image_from_lidar.shape[0]
-        shapes = [(int(m.shape[-2]), int(m.shape[-1])) for m in maps]
-        features = self._embed_features(maps)
-        visible = self.find_visible(image_from_lidar, image_size)
         query = self.queries.unsqueeze(0).expand(batch, -1, -1)
         if self.can_bus_mlp is not None:
             assert can_bus is not None
             query = query + self.can_bus_mlp(can_bus.to(query.dtype)).unsqueeze(1)
-        position = self.positions().expand(batch, -1, -1)
-        references = self.places.expand(batch, 2, -1, -1)
+        places = self.places[rows]
+        references = places.expand(batch, 2, -1, -1)
         past, keep = query, query.new_zeros(batch, 1, 1, dtype=torch.bool)
         if previous is not None:
             motion = self.ego_motion(can_bus, lidar_from_previous_lidar)
             turned = turn_map(previous.bev.detach(), motion.turn, self.turn_centre)
             past, keep = turned.flatten(2).transpose(1, 2), previous.valid.view(-1, 1, 1)
-            shifted = self.places + self.shift(motion).unsqueeze(1) * keep
-            references = torch.stack([shifted, self.places.expand(batch, -1, -1)], dim=1)
-        first = query
-        for layer in self.layers:
-            # A sample without a previous map attends to the layer's own query twice.
-            arguments = (
-                query,
-                position,
-                torch.where(keep, past.to(query.dtype), query),
-                torch.where(keep, first.to(query.dtype), query),
-                references,
-                self.grid.shape,
-                features,
-                shapes,
-                visible,
-            )
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                query = checkpoint(layer, *arguments, use_reentrant=False)
-            else:
-                query = layer(*arguments)
-        return query.transpose(1, 2).unflatten(2, self.grid.shape)
+            shifted = places + self.shift(motion).unsqueeze(1) * keep
+            references = torch.stack([shifted, places.expand(batch, -1, -1)], dim=1)
+        return EncoderScene(
+            first=query,
+            past=past,
+            keep=keep,
+            position=self.positions()[rows].expand(batch, -1, -1),
+            references=references,
+            features=self._embed_features(maps),
+            shapes=[(int(m.shape[-2]), int(m.shape[-1])) for m in maps],
+            visible=self.find_visible(image_from_lidar, image_size, rows),
+            rows=rows,
+        )
+
+    def attend(self, number: int, scene: EncoderScene, query: Tensor) -> Tensor:
+        """One layer: all queries ``(B, Y * X, C)`` to those of the scene's rows ``(B, Q, C)``."""
+        # A sample without a previous map attends to the layer's own query twice.
+        arguments = (
+            query[:, scene.rows],
+            scene.position,
+            torch.where(scene.keep, scene.past.to(query.dtype), query),
+            torch.where(scene.keep, scene.first.to(query.dtype), query),
+            scene.references,
+            self.grid.shape,
+            scene.features,
+            scene.shapes,
+            scene.visible,
+            scene.rows,
+        )
+        layer = self.layers[number]
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            attended: Tensor = checkpoint(layer, *arguments, use_reentrant=False)
+        else:
+            attended = layer(*arguments)
+        return attended
 
     def positions(self) -> Tensor:
         """Learned encoding of the cells ``(Y * X, C)``: of the column, then of the row."""
@@ -207,22 +264,26 @@ class BEVEncoder(nn.Module):
         return motion.shift / constant((x_max - x_min, y_max - y_min), motion.shift)
 
     def project_anchors(
-        self, image_from_lidar: Tensor, image_size: tuple[int, int]
+        self, image_from_lidar: Tensor, image_size: tuple[int, int], rows: slice = slice(None)
     ) -> tuple[Tensor, Tensor]:
-        """Where each camera sees the anchors: fractions of the image ``(B, N, Y * X, D, 2)``, which
-        mean something where the second result ``(B, N, Y * X, D)`` bool says so."""
+        """Where each camera sees the anchors of the Q cells of ``rows``: fractions of the image
+        ``(B, N, Q, D, 2)``, which mean something where the second result ``(B, N, Q, D)`` bool says
+        so."""
+        anchors = self.anchors[rows]
         with torch.autocast(image_from_lidar.device.type, enabled=False):
-            flat = self.anchors.float().flatten(0, 1)
+            flat = anchors.float().flatten(0, 1)
             pixels, depth = project(image_from_lidar.float(), flat)
             fractions = pixels / constant((image_size[1], image_size[0]), pixels)
             seen = (depth > 1e-5) & ((fractions > 0) & (fractions < 1)).all(-1)
-        layout = self.anchors.shape[:2]
+        layout = anchors.shape[:2]
         return fractions.unflatten(2, layout), seen.unflatten(2, layout)
 
-    def find_visible(self, image_from_lidar: Tensor, image_size: tuple[int, int]) -> VisibleQueries:
+    def find_visible(
+        self, image_from_lidar: Tensor, image_size: tuple[int, int], rows: slice = slice(None)
+    ) -> VisibleQueries:
         """Which queries each camera sees: those of which it sees an anchor, with all of them."""
         with torch.no_grad():
-            fractions, is_seen = self.project_anchors(image_from_lidar, image_size)
+            fractions, is_seen = self.project_anchors(image_from_lidar, image_size, rows)
             seen = is_seen.any(-1)
             return VisibleQueries(seen, fractions, seen.sum(1).clamp(min=1))
 
@@ -278,9 +339,12 @@ class EncoderLayer(nn.Module):
         features: Tensor,
         shapes: Sequence[tuple[int, int]],
         visible: VisibleQueries,
+        rows: slice,
     ) -> Tensor:
-        """``(B, Y * X, C)`` to the same; see the attentions for the arguments."""
-        query = self.norm1(self.temporal(query, position, previous, current, references, shape))
+        """``(B, Q, C)`` to the same; see the attentions for the arguments."""
+        query = self.norm1(
+            self.temporal(query, position, previous, current, references, shape, rows)
+        )
         query = self.norm2(self.spatial(query, features, shapes, visible))
         return self.norm3(self.feed_forward(query))
 

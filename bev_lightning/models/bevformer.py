@@ -53,12 +53,20 @@ class BEVFormer(nn.Module):
     def forward(self, batch: Batch, previous: PreviousBev | None = None) -> BEVFormerPredictions:
         maps = self.extract([batch])[0]
         bev = self.encode(batch, maps, previous)
-        predictions = self.detect(bev, batch.targets if self.training else None)
-        if self.perspective is not None and self.training:
-            cameras = _cameras(batch)
-            told = self.perspective(maps[0], cameras.image_from_lidar, self.padded_size(cameras))
-            predictions = replace(predictions, perspective=told)
-        return predictions
+        if not self.training:
+            return self.detect(bev)
+        return self.supervise(self.detect(bev, batch.targets), batch, maps[0])
+
+    def supervise(
+        self, predictions: BEVFormerPredictions, batch: Batch, features: Tensor
+    ) -> BEVFormerPredictions:
+        """With what the first level of the images ``(B, N, C, h, w)`` tells alone, where the model
+        has a head for it."""
+        if self.perspective is None:
+            return predictions
+        cameras = _cameras(batch)
+        told = self.perspective(features, cameras.image_from_lidar, self.padded_size(cameras))
+        return replace(predictions, perspective=told)
 
     def padded_size(self, cameras: Cameras) -> tuple[int, int]:
         """Height and width of the images that the backbone sees [pixels]."""
@@ -68,14 +76,20 @@ class BEVFormer(nn.Module):
     def extract(self, frames: Sequence[Batch]) -> list[list[Tensor]]:
         """Feature maps of frames of one size, in one pass: for each frame L maps
         ``(B, N, C, h, w)``."""
-        cameras = [_cameras(frame) for frame in frames]
-        images = torch.cat([frame.images for frame in cameras])
+        return self.levels_of(frames, self.neck(self.backbone(self.images_of(frames))))
+
+    def images_of(self, frames: Sequence[Batch]) -> Tensor:
+        """The padded images ``(M, 3, H, W)`` of all cameras of the frames."""
+        images = torch.cat([_cameras(frame).images for frame in frames])
         height, width = images.shape[-2:]
         right, bottom = -width % self.pad_multiple, -height % self.pad_multiple
-        images = F.pad(images.flatten(0, 1), (0, right, 0, bottom))
-        num_cameras = cameras[0].images.shape[1]
-        maps = [m.unflatten(0, (-1, num_cameras)) for m in self.neck(self.backbone(images))]
-        per_frame = [m.split([frame.images.shape[0] for frame in cameras]) for m in maps]
+        return F.pad(images.flatten(0, 1), (0, right, 0, bottom))
+
+    def levels_of(self, frames: Sequence[Batch], maps: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Maps ``(M, C, h, w)`` of all images by frame: L maps ``(B, N, C, h, w)`` each."""
+        num_cameras = _cameras(frames[0]).images.shape[1]
+        sizes = [frame.size for frame in frames]
+        per_frame = [m.unflatten(0, (-1, num_cameras)).split(sizes) for m in maps]
         return [list(levels) for levels in zip(*per_frame, strict=True)]
 
     def encode(

@@ -1,12 +1,13 @@
 """BEVFusion: every sensor to one bird's-eye view, fused there (Liu et al., ICRA 2023)."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.lift import CameraBranch
-from bev_lightning.structures import Batch, Boxes3D
+from bev_lightning.structures import Batch, Boxes3D, Cameras
 from bev_lightning.structures.predictions import BEVFusionPredictions
 
 _T = TypeVar("_T")
@@ -56,24 +57,43 @@ class BEVFusion(nn.Module):
 
     def forward(self, batch: Batch) -> BEVFusionPredictions:
         maps: list[Tensor] = []
-        depth_logits = depth_target = None
+        depth_logits = None
         if self.camera is not None:
-            cameras = _present(batch.cameras, "cameras", batch)
-            bev, depth_logits = self.camera(cameras, batch.points)
+            bev, depth_logits = self.camera(self.cameras_of(batch), batch.points)
             maps.append(bev)
-            if self.supervise_depth:
-                depth_target = self.camera.depth_targets(
-                    cameras, _present(batch.points, "points", batch), depth_logits
-                )
+        maps += self.range_maps(batch)
+        return self.detect(self.fuse(maps), batch, depth_logits)
+
+    def cameras_of(self, batch: Batch) -> Cameras:
+        """The cameras of a batch, which must bring them."""
+        return _present(batch.cameras, "cameras", batch)
+
+    def range_maps(self, batch: Batch) -> list[Tensor]:
+        """BEV maps of lidar and radar, as far as the network reads them."""
+        maps: list[Tensor] = []
         if self.lidar is not None:
             maps.append(self.lidar(_present(batch.points, "points", batch)))
         if self.radar is not None:
             maps.append(self.radar(_present(batch.radar, "radar", batch)))
-        fused = maps[0] if self.fuser is None else self.fuser(maps)
-        detections = self.head(self.neck(self.backbone(fused)))
-        return BEVFusionPredictions(
-            detections, depth_logits if self.supervise_depth else None, depth_target
-        )
+        return maps
+
+    def fuse(self, maps: Sequence[Tensor]) -> Tensor:
+        """The sensors' maps to the one that the head reads."""
+        bev = maps[0] if self.fuser is None else self.fuser(maps)
+        fused: Tensor = self.neck(self.backbone(bev))
+        return fused
+
+    def detect(
+        self, bev: Tensor, batch: Batch, depth_logits: Tensor | None
+    ) -> BEVFusionPredictions:
+        """Detections on the fused map, and what the depth logits are compared with."""
+        detections = self.head(bev)
+        if not self.supervise_depth:
+            return BEVFusionPredictions(detections)
+        assert self.camera is not None and depth_logits is not None
+        points = _present(batch.points, "points", batch)
+        target = self.camera.depth_targets(self.cameras_of(batch), points, depth_logits)
+        return BEVFusionPredictions(detections, depth_logits, target)
 
     def decode(self, predictions: BEVFusionPredictions) -> Boxes3D:
         boxes: Boxes3D = self.head.decode(predictions.detections)  # type: ignore[operator]

@@ -220,9 +220,13 @@ class CameraBranch(nn.Module):
 
     def forward(self, cameras: Cameras, points: Points | None = None) -> tuple[Tensor, Tensor]:
         """BEV map ``(B, C, Y, X)`` on ``lift.grid`` and depth logits ``(B, N, D, h, w)``."""
-        features: Tensor = self.neck(self.backbone(cameras.images.flatten(0, 1)))[0]
-        bev, logits = self.lift(features.unflatten(0, cameras.images.shape[:2]), cameras, points)
+        bev, logits = self.lift(self.extract(cameras), cameras, points)
         return bev, logits
+
+    def extract(self, cameras: Cameras) -> Tensor:
+        """Feature map ``(B, N, C, h, w)`` that is lifted."""
+        features: Tensor = self.neck(self.backbone(cameras.images.flatten(0, 1)))[0]
+        return features.unflatten(0, cameras.images.shape[:2])
 
     def depth_targets(self, cameras: Cameras, points: Points, logits: Tensor) -> Tensor:
         """What the lidar says to the depth logits: bins ``(B, N, h, w)``, -1 where it is silent."""

@@ -106,7 +106,14 @@ class DetectionModule(L.LightningModule):
         return self.network(batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        terms = self._losses(self(batch), batch)
+        return self.report(self.compute_terms(self(batch), batch), batch)
+
+    def compute_terms(self, predictions: Any, batch: Batch) -> dict[str, Tensor]:
+        """The weighted terms of a training step's loss."""
+        return self._losses(predictions, batch)
+
+    def report(self, terms: dict[str, Tensor], batch: Batch) -> dict[str, Any]:
+        """Log the terms of a training step; what the step returns."""
         loss = torch.stack(list(terms.values())).sum()
         logged = {f"train/{name}": value.detach() for name, value in terms.items()}
         self.log_dict({"train/loss": loss.detach(), **logged}, batch_size=batch.size)

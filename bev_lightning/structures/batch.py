@@ -92,6 +92,19 @@ class Batch:
         """Move to a device. Pass no dtype: poses are float64, and integers keep their type."""
         return _map_tensors(self, lambda value: value.to(*args, **kwargs))
 
+    def rows(self, start: int, stop: int) -> "Batch":
+        """Some samples in a row, with their history."""
+        part = _map_tensors(self, lambda value: value[start:stop])
+        return part._with_tokens(start, stop)
+
+    def _with_tokens(self, start: int, stop: int) -> "Batch":
+        return replace(
+            self,
+            sample_tokens=self.sample_tokens[start:stop],
+            scene_tokens=self.scene_tokens[start:stop],
+            history=tuple(frame._with_tokens(start, stop) for frame in self.history),
+        )
+
     def pin_memory(self) -> "Batch":
         """Page-locked copies for asynchronous transfer. Without CUDA the batch itself."""
         return _map_tensors(self, lambda v: v.pin_memory()) if torch.cuda.is_available() else self
