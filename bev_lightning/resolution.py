@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from bev_lightning.accelerate.plan import Machine, choose_num_workers
 from bev_lightning.composition import config_dir
+from bev_lightning.strategies import resolve_strategy
 
 
 def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:
@@ -57,34 +58,7 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
     if trainer.precision == "auto":
         bf16 = (hardware.capability or 0) >= 8.0
         trainer.precision = ("bf16-mixed" if bf16 else "16-mixed") if on_cuda else "32-true"
-    if trainer.strategy == "auto":
-        trainer.strategy = "ddp" if hardware.devices * hardware.nodes > 1 else "single"
-    patience = {"_target_": "datetime.timedelta", "seconds": plain.cluster.rendezvous_s}
-    if trainer.strategy == "ddp":
-        trainer.strategy = {
-            "_target_": "lightning.pytorch.strategies.DDPStrategy",
-            "timeout": patience,
-            # DDP sorts its buckets anew after the first backward of a start: with more than two
-            # processes a resumed training would add in another order than an undisturbed one.
-            "find_unused_parameters": not on_cuda,
-        }
-    if trainer.strategy == "single":
-        # Lightning has no name for it that keeps the device.
-        trainer.strategy = {
-            "_target_": "lightning.pytorch.strategies.SingleDeviceStrategy",
-            "device": "cuda:0" if on_cuda else "cpu",
-        }
-    elif trainer.strategy == "fsdp":
-        trainer.strategy = {
-            "_target_": "bev_lightning.accelerate.fsdp.ShardedStrategy",
-            "num_processes": hardware.devices * hardware.nodes,
-            "timeout": patience,
-        }
-    elif trainer.strategy in ("pipeline", "hybrid"):
-        mesh = plain.strategy
-        if mesh.data == "auto":
-            mesh.data = max(1, hardware.devices * hardware.nodes // (mesh.pipeline * mesh.model))
-        trainer.strategy = {"_target_": "bev_lightning.accelerate.hybrid.HybridStrategy", **mesh}
+    resolve_strategy(plain, on_cuda)
     return on_cuda
 
 

@@ -10,9 +10,9 @@ from omegaconf.errors import OmegaConfBaseException
 from bev_lightning.accelerate.plan import Machine
 from bev_lightning.composition import config_dir
 from bev_lightning.errors import InputError
+from bev_lightning.strategies import check_strategy
 
 _PRECISIONS = ("auto", "32-true", "16-mixed", "bf16-mixed", "fp8")
-_STRATEGIES = ("auto", "single", "ddp", "fsdp", "pipeline", "hybrid")
 _EXAMPLE = "outputs/train/RUN/checkpoints/best.ckpt"
 # Key, type, smallest value.
 _NUMBERS: tuple[tuple[str, type, float], ...] = (
@@ -159,35 +159,7 @@ def _check_axes(cfg: DictConfig) -> None:
             "precision=16 needs a CUDA device (on a CPU it would silently be bf16); use "
             "precision=32, or precision=bf16 if slow is fine"
         )
-    strategy = _get(cfg, "trainer.strategy")
-    several = (isinstance(devices, int) and devices > 1) or (nodes or 1) > 1
-    if strategy == "single" and several:
-        raise InputError(
-            f"strategy=single is one process but hardware.devices={devices} on "
-            f"hardware.nodes={nodes} asks for more; use strategy=ddp, or hardware.devices=1 "
-            "hardware.nodes=1"
-        )
-    if isinstance(strategy, str) and strategy not in _STRATEGIES:
-        raise InputError(
-            f"trainer.strategy={strategy} is unknown; use strategy={', '.join(_STRATEGIES[:-1])} "
-            f"or {_STRATEGIES[-1]}"
-        )
-    if strategy == "fsdp":
-        _check_sharding(cfg)
-
-
-def _check_sharding(cfg: DictConfig) -> None:
-    precision = _get(cfg, "trainer.precision")
-    if precision == "16-mixed":
-        raise InputError(
-            "strategy=fsdp does not scale the loss of precision=16; use precision=bf16 or "
-            "precision=32, or strategy=ddp"
-        )
-    if _get(cfg, "callbacks.ema") is not None:
-        raise InputError(
-            "callbacks=ema averages whole weights and strategy=fsdp holds shares of them; use "
-            "callbacks=default, or strategy=ddp"
-        )
+    check_strategy(cfg)
 
 
 def _check_length(cfg: DictConfig) -> None:

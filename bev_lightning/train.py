@@ -109,12 +109,18 @@ def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str
     return {
         **scores,
         "steps": trainer.global_step if trainer else 0,
-        "samples_per_s": round(speed.samples_per_s * trainer.world_size, 2)
+        "samples_per_s": round(speed.samples_per_s * _num_columns(trainer), 2)
         if trainer and speed
         else None,
         "data_wait_share": round(speed.data_wait_share, 3) if speed else None,
         "status": status,
     }
+
+
+def _num_columns(trainer: "L.Trainer") -> int:
+    """Processes, or groups of them, that read samples of their own."""
+    told = trainer.distributed_sampler_kwargs
+    return int(told["num_replicas"]) if told else 1
 
 
 def _close_stopped(cfg: DictConfig, trainer: "L.Trainer | None", number: int) -> int:

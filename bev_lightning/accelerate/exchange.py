@@ -19,7 +19,7 @@ def gather_samples(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every process's rows ``(B, R, C)`` of the same samples, as ``(B, G * R, C)``."""
     gathered: Tensor = _Gather.apply(value, group)
-    return gathered.unflatten(0, (group.size(), -1)).movedim(0, 1).flatten(1, 2)
+    return gathered.view(group.size(), *value.shape).movedim(0, 1).flatten(1, 2)
 
 
 def rows_to_samples(value: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
@@ -33,7 +33,8 @@ def rows_to_samples(value: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor
         ``(B, ..., G * R, ...)``.
     """
     exchanged: Tensor = _Exchange.apply(value, group)
-    return exchanged.unflatten(0, (group.size(), -1)).movedim(0, dim).flatten(dim, dim + 1)
+    parts = exchanged.view(group.size(), -1, *value.shape[1:])
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 class _Gather(torch.autograd.Function):

@@ -196,7 +196,7 @@ class HybridStrategy(DDPStrategy):
             )
             dist.all_reduce(flat)
             flat /= self.shape[0] * self.shape[2]
-            pieces = flat.split([p.numel() for p in bucket])
+            pieces = torch.split(flat, [p.numel() for p in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):
                 parameter.grad = piece.view_as(parameter)
 
@@ -219,6 +219,6 @@ class HybridStrategy(DDPStrategy):
                 if buffers:
                     flat = torch.cat([buffer.flatten() for buffer in buffers])
                     dist.broadcast(flat, src=rank)
-                    pieces = flat.split([buffer.numel() for buffer in buffers])
+                    pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
                     for buffer, piece in zip(buffers, pieces, strict=True):
                         buffer.copy_(piece.view_as(buffer))

@@ -1,4 +1,4 @@
-"""One process's stage of the chain, and the schedule that takes micro-batches through all stages."""
+"""One stage of the chain, and the schedule that takes micro-batches through all stages."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -141,9 +141,9 @@ def _probe(
     values: tuple[Tensor, ...] = ()
     borders: list[tuple[Tensor, ...]] = [()]
     owners = [module for parts in stages[:-1] for part in parts for module in part.modules]
-    training = [part for owner in owners for part in owner.modules() if part.training]
-    for part in training:
-        part.training = False  # statistics stay as they are
+    training = [module for owner in owners for module in owner.modules() if module.training]
+    for module in training:
+        module.training = False  # statistics stay as they are
     try:
         with torch.no_grad(), autocast():
             for parts in stages[:-1]:
@@ -158,6 +158,6 @@ def _probe(
                     )
                 )
     finally:
-        for part in training:
-            part.training = True
+        for module in training:
+            module.training = True
     return [*borders, (torch.empty(1, device="meta", requires_grad=True),)]

@@ -22,7 +22,7 @@ from bev_lightning.models.lift import LiftSplat
 from bev_lightning.modules.bevformer import BEVFormerModule
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
-from bev_lightning.structures import Batch, Points
+from bev_lightning.structures import Batch
 from bev_lightning.structures.predictions import BEVFormerPredictions, BEVFusionPredictions
 
 
@@ -141,9 +141,7 @@ def _plan_bevfusion(network: BEVFusion, group: dist.ProcessGroup) -> Chain:
     return Chain(parts, ("fusion", "head", "transform"))
 
 
-def _plan_bevformer(
-    module: BEVFormerModule, network: BEVFormer, group: dist.ProcessGroup
-) -> Chain:
+def _plan_bevformer(module: BEVFormerModule, network: BEVFormer, group: dist.ProcessGroup) -> Chain:
     if group.size() > 1:
         _check_rows(network.encoder.grid.shape[0], group, "model.network.encoder.grid")
 
@@ -233,9 +231,7 @@ def _encode(
             query = gather_rows(query, group)
         query = encoder.attend(number, scene, query)
     query = rows_to_samples(query, group, dim=1)
-    return query.transpose(1, 2).unflatten(2, encoder.grid.shape)
-
-
+    return query.transpose(1, 2).reshape(batch.size, -1, *encoder.grid.shape)
 
 
 def _check_rows(rows: int, group: dist.ProcessGroup, key: str) -> None:

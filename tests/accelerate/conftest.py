@@ -57,6 +57,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         logs = [Path(f"{out}.{rank}.log").read_text()[-1500:] for rank in range(len(processes))]
         assert [process.exitcode for process in processes] == [0] * len(processes), logs
         seen: dict[str, Any] = torch.load(out, weights_only=True)
+        ranks = range(len(processes))
+        seen["kept"] = [int(Path(f"{out}.{rank}.kept").read_text()) for rank in ranks]
         return seen
 
     return start

@@ -42,15 +42,21 @@ BEVFORMER = [
     "model.network.encoder.grid.cell=[6.4,6.4]",
     "model.network.head={channels:16,num_queries:20,num_heads:2,ffn_channels:32,max_boxes:20}",
     "model.network.head.num_denoising=0",
+    "model.network.perspective.channels=16",
 ]
-MODELS = {"bevfusion": BEVFUSION, "bevformer": BEVFORMER}
+MODELS = {
+    "bevfusion": BEVFUSION,
+    "bevformer": BEVFORMER,
+    "bevfusion_toy": ["model=bevfusion_toy"],
+    "bevformer_toy": ["model=bevformer_toy", "model.network.head.num_denoising=0"],
+}
 
 
 def make_sample(number: int, model: str, targets: bool = True) -> Batch:
     """Six cameras around the car, points and three boxes, all drawn from the number."""
     rng = torch.Generator().manual_seed(number)
     reach = 10.0 if model == "bevfusion" else 40.0
-    height, width = 32, 64
+    height, width = (96, 256) if model.endswith("_toy") else (32, 64)
     image_from_lidar = torch.zeros(6, 4, 4)
     for camera in range(6):
         yaw = camera * math.pi / 3
@@ -75,7 +81,7 @@ def make_sample(number: int, model: str, targets: bool = True) -> Batch:
     moved = torch.eye(4)[None].clone()
     moved[0, 1, 3] = -1.0
     history = ()
-    if targets and model == "bevformer":
+    if targets and model.startswith("bevformer"):
         history = (make_sample(1000 + number, model, targets=False),)
     return Batch(
         sample_tokens=(f"sample-{number}",),
@@ -131,6 +137,39 @@ class Record(L.Callback):
             self.save = None
 
 
+class Kept:
+    """Counts the bytes that autograd keeps for backward passes, each storage once.
+
+    Attributes:
+        peak: the most at a time [bytes].
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weights = {value.untyped_storage().data_ptr() for value in module.parameters()}
+        self.users: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def pack(self, value: torch.Tensor) -> "Kept.Hold":
+        return Kept.Hold(self, value.detach())
+
+    class Hold:
+        def __init__(self, kept: "Kept", value: torch.Tensor) -> None:
+            self.kept, self.value = kept, value
+            storage = value.untyped_storage()
+            self.place, self.size = storage.data_ptr(), storage.nbytes()
+            if self.place in kept.weights:
+                self.size = 0
+            kept.users[self.place] = kept.users.get(self.place, 0) + 1
+            if kept.users[self.place] == 1:
+                kept.now += self.size
+                kept.peak = max(kept.peak, kept.now)
+
+        def __del__(self) -> None:
+            self.kept.users[self.place] -= 1
+            if self.kept.users[self.place] == 0:
+                self.kept.now -= self.size
+
+
 def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
 
@@ -162,13 +201,17 @@ def run(job: dict[str, Any], rank: int) -> None:
     cfg = resolve(cfg, Machine(num_cpus=2), Path(job["out"]).parent)
     check(cfg)
     module = build_module(cfg)
-    freeze_norms(module)
+    if not job.get("moving_norms"):
+        freeze_norms(module)
     if job["optimizer"] == "sgd":
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.02)
     record = Record(job.get("save"))
     trainer = build_trainer(cfg, callbacks=[record], enable_checkpointing=False)
     batches = Batches(job, job["replica"][rank])
-    trainer.fit(module, batches, ckpt_path=job.get("resume"), weights_only=True)
+    kept = Kept(module)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda hold: hold.value):
+        trainer.fit(module, batches, ckpt_path=job.get("resume"), weights_only=True)
+    Path(f"{job['out']}.{rank}.kept").write_text(str(kept.peak))
     weights = {name: whole(value) for name, value in module.state_dict().items()}
     if rank == 0:
         content = {"gradients": record.gradients, "losses": record.losses, "weights": weights}
