@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from bev_lightning.accelerate.memory import KINDS, Peak
 from bev_lightning.accelerate.plan import BatchPlan, detect_machine
 from bev_lightning.fake_step import Case, measure_cases
+from bev_lightning.strategies import count_columns, name_strategy
 
 # Key frames of the official splits, for a plan on a machine that has not the data.
 _OFFICIAL = {("v1.0-trainval", "train"): 28_130, ("v1.0-mini", "mini_train"): 323}
@@ -131,7 +132,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         cfg: resolved, of any verb that composes a training.
     """
     batch = BatchPlan(
-        int(cfg.hardware.nodes) * int(cfg.hardware.devices),
+        count_columns(cfg),
         int(cfg.data.batch_size),
         int(cfg.trainer.accumulate_grad_batches),
     )
@@ -147,7 +148,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     if size > 1:
         cases[f"data.batch_size={size // 2}, accumulation doubled"] = Case(size // 2, precision)
     peaks = dict(zip(cases, measure_cases(cfg, cases.values()), strict=True))
-    strategy = _strategy(cfg)
+    strategy = name_strategy(cfg)
     whole, larger = peaks.pop("now"), peaks.pop("larger")
     buckets = _trained_mib(whole) if strategy == "ddp" and batch.num_processes > 1 else 0.0
     own = _share(whole, strategy, batch.num_processes)
@@ -176,16 +177,6 @@ def make_plan(cfg: DictConfig) -> Plan:
         largest,
         dict(sorted(remedies.items(), key=lambda item: item[1])),
     )
-
-
-def _strategy(cfg: DictConfig) -> str:
-    """The choice of the strategy axis behind what ``resolve`` made of it."""
-    strategy = cfg.trainer.strategy
-    name = strategy if isinstance(strategy, str) else str(strategy["_target_"]).split(".")[-1]
-    for known in ("fsdp", "deepspeed", "pipeline", "hybrid", "ddp"):
-        if known in name.lower():
-            return known
-    return "single"
 
 
 def _share(peak: Peak, strategy: str, num_processes: int) -> Peak:

@@ -15,6 +15,7 @@ _TARGETS = {
     "pipeline": "bev_lightning.accelerate.hybrid.HybridStrategy",
     "hybrid": "bev_lightning.accelerate.hybrid.HybridStrategy",
 }
+_MESHES = ("pipeline", "hybrid")
 
 
 def check_strategy(cfg: DictConfig) -> None:
@@ -23,7 +24,7 @@ def check_strategy(cfg: DictConfig) -> None:
     Raises:
         InputError: one sentence that names the key, the value and the mend.
     """
-    name = _name(cfg)
+    name = name_strategy(cfg)
     nodes, devices = _get(cfg, "hardware.nodes"), _get(cfg, "hardware.devices")
     if name == "single" and ((isinstance(devices, int) and devices > 1) or (nodes or 1) > 1):
         raise InputError(
@@ -35,7 +36,7 @@ def check_strategy(cfg: DictConfig) -> None:
         _check_shards(cfg, name)
     if name == "deepspeed":
         _check_deepspeed(cfg)
-    if name in ("pipeline", "hybrid"):
+    if name in _MESHES:
         _check_mesh(cfg, name)
 
 
@@ -68,7 +69,14 @@ def resolve_strategy(plain: DictConfig, on_cuda: bool) -> None:
     trainer.strategy = arguments
 
 
-def _name(cfg: DictConfig) -> str:
+def count_columns(cfg: DictConfig) -> int:
+    """Processes, or pipelines of them, that train on samples of their own; of a resolved
+    configuration."""
+    num = int(cfg.hardware.nodes) * int(cfg.hardware.devices)
+    return num // int(cfg.strategy.pipeline) if name_strategy(cfg) in _MESHES else num
+
+
+def name_strategy(cfg: DictConfig) -> str:
     """The name that was chosen, also of a configuration that is resolved."""
     strategy = _get(cfg, "trainer.strategy")
     if isinstance(strategy, DictConfig):
