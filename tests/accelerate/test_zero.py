@@ -122,6 +122,7 @@ def test_the_class_gets_its_keys() -> None:
     check(cfg)
     assert cfg.trainer.strategy == {
         "_target_": "bev_lightning.accelerate.zero.ZeroStrategy",
+        "timeout": {"_target_": "datetime.timedelta", "seconds": cfg.cluster.rendezvous_s},
         "stage": 3,
         "offload_optimizer": False,
         "offload_parameters": False,
