@@ -68,4 +68,5 @@ def test_fsdp_becomes_a_strategy_over_all_processes() -> None:
     assert plain.trainer.strategy == {
         "_target_": "bev_lightning.accelerate.fsdp.ShardedStrategy",
         "num_processes": 4,
+        "timeout": {"_target_": "datetime.timedelta", "seconds": plain.cluster.rendezvous_s},
     }
