@@ -48,6 +48,19 @@ def build_module(cfg: DictConfig) -> "DetectionModule":
     return module
 
 
+def prepare_execution(module: "DetectionModule", cfg: DictConfig) -> None:
+    """Lay out the weights and compile as the configuration says; names and values stay."""
+    import torch
+
+    from bev_lightning.accelerate.compilation import compile_network
+
+    if cfg.channels_last:
+        # A convolution answers in the layout of its weights, so that all maps between follow.
+        module.network.to(memory_format=torch.channels_last)
+    if cfg.compile != "off":
+        compile_network(module.network, cfg.compile)
+
+
 def build_evaluator(cfg: DictConfig) -> "NuScenesEvaluator":
     """The metric alone, without a module."""
     evaluator: NuScenesEvaluator = _instantiate(cfg.model.evaluator)

@@ -21,6 +21,7 @@ def main(cfg: DictConfig) -> float | None:
         build_module,
         build_trainer,
         load_weights,
+        prepare_execution,
         read_steps,
         warn_of_other_sweeps,
         write_json,
@@ -38,6 +39,7 @@ def main(cfg: DictConfig) -> float | None:
     else:
         module = build_module(cfg)
         load_weights(module, cfg.ckpt)
+        prepare_execution(module, cfg)
         warn_of_other_sweeps(module, cfg.ckpt)
         trainer = build_trainer(cfg)
         trainer.validate(module, datamodule=data, verbose=False, weights_only=True)

@@ -13,11 +13,18 @@ def main(cfg: DictConfig) -> None:
     """
     from pathlib import Path
 
-    from bev_lightning.assembly import build_data, build_module, build_trainer, load_weights
+    from bev_lightning.assembly import (
+        build_data,
+        build_module,
+        build_trainer,
+        load_weights,
+        prepare_execution,
+    )
     from bev_lightning.objectives.submission import write_submission
 
     module = build_module(cfg)
     load_weights(module, cfg.ckpt)
+    prepare_execution(module, cfg)
     trainer = build_trainer(cfg, limit_predict_batches=cfg.trainer.limit_val_batches)
     trainer.predict(module, datamodule=build_data(cfg), return_predictions=False, weights_only=True)
     if trainer.is_global_zero:

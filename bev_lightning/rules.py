@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from bev_lightning.accelerate.compilation import check_compiler
 from bev_lightning.accelerate.plan import Machine
 from bev_lightning.composition import config_dir
 from bev_lightning.errors import InputError
@@ -73,6 +74,7 @@ def check(cfg: DictConfig) -> None:
         _check_data,
         _check_checkpoints,
         _check_bench,
+        _check_execution,
     ):
         try:
             rule(cfg)
@@ -92,6 +94,9 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
     plans = _get(cfg, "verb") == "plan"
     if not plans:
         _check_cards(cfg, machine)
+        if _get(cfg, "compile") in ("model", "regions"):
+            on_cuda = _get(cfg, "trainer.accelerator") != "cpu" and machine.num_cuda_devices > 0
+            check_compiler(on_cuda, machine.capability)
     for key in ("ckpt", "init_from", "resume", "results", "source"):
         path = _get(cfg, key)
         if key == "resume" and path == "auto":
@@ -276,6 +281,29 @@ def _check_bench(cfg: DictConfig) -> None:
     if _get(cfg, "verb") == "bench" and _get(cfg, "bench") is None:
         known = sorted(path.stem for path in (config_dir() / "bench").glob("*.yaml"))
         raise InputError(f"bench does not say what to measure; give bench={' or '.join(known)}")
+
+
+def _check_execution(cfg: DictConfig) -> None:
+    scope = OmegaConf.select(cfg, "compile", default="off")
+    if scope not in ("off", "model", "regions"):
+        raise InputError(f"compile={scope} is unknown; use compile=off, model or regions")
+    layout = OmegaConf.select(cfg, "channels_last", default=False)
+    if layout not in ("auto", True, False):
+        raise InputError(
+            f"channels_last={layout} is unknown; use channels_last=auto, true or false"
+        )
+    if "fsdp" not in str(_get(cfg, "trainer.strategy")):
+        return
+    if scope != "off":
+        raise InputError(
+            f"compile={scope} is for strategy=single and ddp, whose weights stay whole; use "
+            "compile=off with strategy=fsdp"
+        )
+    if layout is True:
+        raise InputError(
+            "channels_last=true is for strategy=single and ddp, for strategy=fsdp shares out "
+            "contiguous weights alone; use channels_last=auto"
+        )
 
 
 def _check_conversion(cfg: DictConfig) -> None:

@@ -29,6 +29,7 @@ def main(cfg: DictConfig) -> float | None:
         check_resume,
         load_backbones,
         load_matching_weights,
+        prepare_execution,
         write_json,
     )
     from bev_lightning.callbacks.stop import Stopped
@@ -45,6 +46,7 @@ def main(cfg: DictConfig) -> float | None:
             load_backbones(module)
         if cfg.init_from is not None:
             _report(load_matching_weights(module, cfg.init_from), cfg.init_from)
+        prepare_execution(module, cfg)
         fit(trainer, module, data, cfg.resume)
         status = "finished"
     except Stopped as stop:

@@ -45,28 +45,46 @@ def time_all(
     }
 
 
-def peak_extra_mib(function: Callable[[], object]) -> float | None:
-    """Memory that a call takes at its worst beyond what was taken before [MiB].
+class PeakMemory:
+    """Memory at its worst between :meth:`reset` and :meth:`read`, beyond what was taken before.
 
     On CUDA that of torch's allocator; else the process's resident memory, whose high-water mark
-    Linux can set anew. None elsewhere.
+    Linux can set anew.
     """
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        function()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    try:
-        # What was freed goes back to the system first; a call that reuses it would look free.
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _resident_kib("VmRSS")
-        function()
-        return (_resident_kib("VmHWM") - before) / 1024
-    except OSError:
-        return None
+
+    def __init__(self) -> None:
+        self._before: float | None = None
+
+    def reset(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            self._before = torch.cuda.memory_allocated() / 2**20
+            torch.cuda.reset_peak_memory_stats()
+            return
+        try:
+            # What was freed goes back to the system first; what reuses it would look free.
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _resident_kib("VmRSS") / 1024
+        except OSError:
+            self._before = None
+
+    def read(self) -> float | None:
+        """[MiB]; None where nobody counts it."""
+        if self._before is None:
+            return None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() / 2**20 - self._before
+        return _resident_kib("VmHWM") / 1024 - self._before
+
+
+def peak_extra_mib(function: Callable[[], object]) -> float | None:
+    """Memory that a call takes at its worst, see :class:`PeakMemory` [MiB]."""
+    memory = PeakMemory()
+    memory.reset()
+    function()
+    return memory.read()
 
 
 def _time(function: Callable[[], object]) -> tuple[float, float]:

@@ -68,6 +68,13 @@ class BEVFormer(nn.Module):
         told = self.perspective(features, cameras.image_from_lidar, self.padded_size(cameras))
         return replace(predictions, perspective=told)
 
+    def dense_regions(self) -> list[nn.Module]:
+        """What torch.compile takes whole: the image branch, and each layer of encoder and head with
+        the branches that predict from it. One layer stands for all of its kind."""
+        head = [self.head.layers, self.head.class_branches, self.head.box_branches]
+        layers = [part for parts in (self.encoder.layers, *head) for part in parts]  # type: ignore[union-attr]
+        return [self.backbone, self.neck, *layers]
+
     def padded_size(self, cameras: Cameras) -> tuple[int, int]:
         """Height and width of the images that the backbone sees [pixels]."""
         height, width = cameras.images.shape[-2:]

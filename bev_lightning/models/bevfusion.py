@@ -95,6 +95,13 @@ class BEVFusion(nn.Module):
         target = self.camera.depth_targets(self.cameras_of(batch), points, depth_logits)
         return BEVFusionPredictions(detections, depth_logits, target)
 
+    def dense_regions(self) -> list[nn.Module]:
+        """What torch.compile takes whole: the image branch up to the lift, and all of the BEV map's
+        parts. Left out is what works on points, voxels and the lift's index lists."""
+        camera = [] if self.camera is None else [self.camera.backbone, self.camera.neck]
+        fuser = [] if self.fuser is None else [self.fuser]
+        return [*camera, *fuser, self.backbone, self.neck, self.head]
+
     def decode(self, predictions: BEVFusionPredictions) -> Boxes3D:
         boxes: Boxes3D = self.head.decode(predictions.detections)  # type: ignore[operator]
         return boxes

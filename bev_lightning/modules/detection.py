@@ -181,12 +181,8 @@ class DetectionModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optim is None:
             raise InputError("this module was built without an optimizer; give optim= to train it")
-        # Lightning does not clip under mixed precision where the optimizer unscales by itself.
-        mixed = "mixed" in str(self.trainer.precision)
         optimizer, schedule = self.optim.build(
-            self.named_parameters(),
-            int(self.trainer.estimated_stepping_batches),
-            fused=not (mixed and self.trainer.gradient_clip_val),
+            self.named_parameters(), int(self.trainer.estimated_stepping_batches)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

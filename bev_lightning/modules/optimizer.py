@@ -87,17 +87,14 @@ class AdamW:
         return found
 
     def build(
-        self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        num_steps: int,
-        fused: bool = True,
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], num_steps: int
     ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        """The optimizer over the parameters that take gradients, its schedule for ``num_steps``.
+        """The optimizer over the parameters that take gradients, one kernel for all of them, and
+        its schedule for ``num_steps``.
 
         Args:
             named_parameters: of the module.
             num_steps: optimizer steps of the whole training.
-            fused: one kernel for all parameters; it also unscales float16 gradients.
 
         Raises:
             InputError: no parameter is left to train, or a multiplier's pattern fits none.
@@ -124,6 +121,9 @@ class AdamW:
             ],
             lr=self.lr,
             betas=(self.betas[0], self.betas[1]),
-            fused=fused,
+            fused=True,
         )
+        # The kernel could unscale float16 gradients too, and Lightning then refuses to clip them,
+        # in any mixed precision: leave that to the scaler.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return optimizer, LambdaLR(optimizer, lambda step: self.factor(step, num_steps))

@@ -277,3 +277,19 @@ def test_the_can_bus_is_not_augmented() -> None:
 def test_bench_without_a_name_is_told_the_names() -> None:
     with pytest.raises(InputError, match="give bench="):
         check(load("bench"))
+
+
+def test_compile_and_layout_are_told_where_they_do_not_work() -> None:
+    for words, sentence in (
+        (["compile=on"], "use compile=off, model or regions"),
+        (["compile=regions", "strategy=fsdp"], "use compile=off with strategy=fsdp"),
+        (["channels_last=yes"], "use channels_last=auto, true or false"),
+        (["channels_last=true", "strategy=fsdp"], "use channels_last=auto"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            check(load("train", words))
+    check(load("train", ["compile=off", "channels_last=false"]))
+    card = Machine(num_cuda_devices=1, card="Card", memory_gib=80.0, capability=9.0)
+    assert resolve(load("train"), card).channels_last is True
+    assert resolve(load("train", ["strategy=fsdp"]), card).channels_last is False
+    assert resolve(load("train"), Machine()).channels_last is False
