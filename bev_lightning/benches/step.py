@@ -78,8 +78,8 @@ def measure_step(
     if source == "loader":
         trainer.fit(module, datamodule=build_data(cfg))
     else:
-        batch = make_batch(module.inputs, len(module.classes), cfg.data.batch_size, num_boxes)
-        trainer.fit(module, SameBatch(batch.pin_memory(), num_steps))
+        noise = make_batch(module.inputs, len(module.classes), cfg.data.batch_size, num_boxes)
+        trainer.fit(module, SameBatch(noise.pin_memory(), num_steps))
     batch, device = watch.batch, torch.device("cuda" if on_cuda else "cpu")
     assert batch is not None
     module.to(device)  # Lightning took it back to the host

@@ -83,7 +83,7 @@ class Stopwatch(L.Callback):
         self._records[-1].peak_mib = self._memory.read()
         self._begin()
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._switch.close()
         self._records.pop()
         pl_module.objective = self._objective
