@@ -28,8 +28,9 @@ from bev_lightning.structures import Batch, Cameras, Inputs, Points, Radar
 # Voxels of a sample behind each stage of the sparse encoder, and behind the encoder: those of ten
 # nuScenes sweeps at 0.075 m, where training keeps 120,000 at most.
 NUM_VOXELS = (120_000, 90_000, 60_000, 30_000, 20_000)
-# Places of a mask that are true, where their number decides a shape: all of them, the most there can be.
-SHARE_TRUE = 1.0
+# Places of a mask that are true, where their number decides a shape: the points of a padded cloud
+# that lie in the grid.
+SHARE_TRUE = 0.75
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp8": torch.bfloat16}
 
 
