@@ -1,5 +1,5 @@
 """``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``: make the index of a
-data set, with ``data/paste=published`` the database of objects to paste too, and report what they
+data set, with ``data/paste=published`` the ground-truth database to paste too, and report what they
 hold.
 
 Training makes both itself where they are absent; this shows first what there is.
@@ -33,7 +33,7 @@ def main(cfg: DictConfig) -> None:
     print(report.to_text())
     result = {**report.to_json(), "seconds": {"prepare": made - began, "report": counted - made}}
     if data.paste is not None:
-        objects = data.open_objects(index)
+        objects = data.open_ground_truth(index)
         counts = objects.counts(data.classes, data.paste.min_points)
         found = ", ".join(f"{name} {num}" for name, num in counts.items())
         print(f"objects to paste, of {objects.sweeps} sweeps and the key frame: {found}")

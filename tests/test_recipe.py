@@ -64,11 +64,11 @@ def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None
     # Every part that does nothing says so, once.
     said = process.stdout + process.stderr
     for sentence in (
-        "the database of objects has no car, truck",
+        "the ground-truth database has no car, truck",
         "trainer.sync_batchnorm is off",
     ):
         assert said.count(sentence) == 1, sentence
-    assert len(list((folder / "cache").glob("*-objects-mini_train-3sweeps.arrow"))) == 1
+    assert len(list((folder / "cache").glob("*-ground-truth-mini_train-3sweeps.arrow"))) == 1
     best = trained / "checkpoints" / "best.ckpt"
     content = torch.load(best, weights_only=True)
     weights, as_trained = content["state_dict"], content["ema_trained_weights"]

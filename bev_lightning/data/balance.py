@@ -12,7 +12,7 @@ _STREAM = 3  # of random numbers
 
 
 @dataclass(frozen=True)
-class Census:
+class BoxCounts:
     """The targets of N samples, by class.
 
     Attributes:
@@ -47,9 +47,9 @@ class Census:
         return said
 
 
-def take_census(
+def count_boxes(
     index: Index, tokens: Sequence[str], classes: Sequence[str], min_points: int
-) -> Census:
+) -> BoxCounts:
     """Count what the samples hold, one pass over the index."""
     numbers = {name: label for label, name in enumerate(classes)}
     num_boxes = np.zeros((len(tokens), len(classes)), np.int64)
@@ -60,10 +60,10 @@ def take_census(
         kept = (label >= 0) & (boxes.num_lidar_pts + boxes.num_radar_pts >= min_points)
         num_boxes[row] = np.bincount(label[kept], minlength=len(classes))
         unknown += int(np.isnan(boxes.velocity[kept, :2]).any(axis=1).sum())
-    return Census(tuple(classes), num_boxes, unknown)
+    return BoxCounts(tuple(classes), num_boxes, unknown)
 
 
-def balance(census: Census, seed: int) -> list[int]:
+def balance(counts: BoxCounts, seed: int) -> list[int]:
     """Rows of the samples, drawn so that each class is met as often as the others.
 
     For each class as many samples that hold it are drawn, with replacement, as all classes have on
@@ -71,7 +71,7 @@ def balance(census: Census, seed: int) -> list[int]:
     times on nuScenes) and leaves out samples without boxes, as published. Classes that no sample
     holds take no part; where there are none at all, the split stays as it is.
     """
-    has = census.num_boxes > 0
+    has = counts.num_boxes > 0
     present = [np.flatnonzero(column) for column in has.T if column.any()]
     if not present:
         return list(range(len(has)))

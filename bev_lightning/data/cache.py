@@ -1,11 +1,14 @@
 """Files that the house writes under the cache: whole or not at all, by one process at a time."""
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+from bev_lightning.errors import InputError
 
 
 @contextlib.contextmanager
@@ -13,18 +16,28 @@ def replace_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write, which takes its place only when the block ends well.
 
     It is written beside its place, so that a reader never sees half of it.
+
+    Raises:
+        InputError: the disk is full or the folder cannot be written to.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    temporary = None
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    except BaseException as error:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        if isinstance(error, OSError) and (temporary is None or error.errno == errno.ENOSPC):
+            raise InputError(
+                f"{path} cannot be written ({error.strerror}): make room, or set paths.cache to a "
+                f"folder that can be written to"
+            ) from None
         raise
 
 

@@ -10,11 +10,11 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from bev_lightning.data.augment import Augment
-from bev_lightning.data.balance import balance, take_census
+from bev_lightning.data.balance import balance, count_boxes
 from bev_lightning.data.frame import FrameSource
-from bev_lightning.data.harvest import build_objects
+from bev_lightning.data.ground_truth import GroundTruthDatabase
+from bev_lightning.data.ground_truth_writer import build_ground_truth
 from bev_lightning.data.index import Index, build_index
-from bev_lightning.data.objects import ObjectDatabase
 from bev_lightning.data.paste import Paste, Paster, check_inputs
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, SceneSchedule, Schedule
@@ -140,7 +140,7 @@ class DetectionDataModule(LightningDataModule):
         evaluates, the objects to paste, where they are absent or out of date."""
         index = self.open_index()
         if self.paste is not None and (self.trainer is None or self.trainer.training):
-            self.open_objects(index)
+            self.open_ground_truth(index)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the index and look for the files of the splits that the stage reads.
@@ -185,10 +185,10 @@ class DetectionDataModule(LightningDataModule):
             f"read what was measured"
         )
 
-    def open_objects(self, index: Index) -> ObjectDatabase:
+    def open_ground_truth(self, index: Index) -> GroundTruthDatabase:
         """What pasting draws from: the objects of the training split, made where it is absent."""
         lidar = check_inputs(self.inputs)
-        return build_objects(index, self.train_split, lidar, self.on_missing, self.num_workers)
+        return build_ground_truth(index, self.train_split, lidar, self.on_missing, self.num_workers)
 
     @property
     def train_tokens(self) -> tuple[str, ...]:
@@ -312,18 +312,18 @@ class DetectionDataModule(LightningDataModule):
         """The training split with its augmentation, balanced and pasted into as asked."""
         paster = None
         if self.paste is not None:
-            paster = Paster(self.paste, self.open_objects(index), self.classes, self.seed)
+            paster = Paster(self.paste, self.open_ground_truth(index), self.classes, self.seed)
             if paster.absent:
                 rank_zero_warn(
-                    f"the database of objects has no {', '.join(paster.absent)} of at least "
+                    f"the ground-truth database has no {', '.join(paster.absent)} of at least "
                     f"{self.paste.min_points} points: none is pasted"
                 )
         source = self._source(self.train_split, self.inputs, self.augment, paster=paster)
-        census = take_census(index, source.tokens, self.classes, self.min_points)
-        for sentence in census.sentences():
+        counts = count_boxes(index, source.tokens, self.classes, self.min_points)
+        for sentence in counts.sentences():
             rank_zero_warn(sentence)
         if self.cbgs:
-            rows = balance(census, self.seed)
+            rows = balance(counts, self.seed)
             source = source.with_tokens([source.tokens[row] for row in rows])
         return source
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from bev_lightning.data.augment import Augment, draw_bev, draw_image, draw_steps, fit_image
 from bev_lightning.data.grid_mask import GridMask, draw_mask
 from bev_lightning.data.index import Index
+from bev_lightning.data.missing import filter_missing
 from bev_lightning.data.paste import Pasted, Paster, join_boxes
 from bev_lightning.data.photometric import ColourChange, draw_colours
-from bev_lightning.data.presence import sort_out_missing
 from bev_lightning.data.sample import (
     LIDAR,
     Sample,
@@ -184,7 +184,7 @@ class FrameSource:
             sensor = inputs.lidar or inputs.radar
             target_range = None if sensor is None else sensor.range
         self.target_range = target_range
-        self.tokens, self.dropped = sort_out_missing(index, tokens, inputs, on_missing)
+        self.tokens, self.dropped = filter_missing(index, tokens, inputs, on_missing)
         self._kept = frozenset(self.tokens)
 
     def __len__(self) -> int:

@@ -1,50 +1,47 @@
 """The index: what the tables say about each key frame, in one memory-mapped Arrow file.
 
 It lies under the cache, never in the data root, and is made anew when the tables changed. It opens
-in milliseconds and is shared by all workers and ranks through the page cache.
+in milliseconds and is shared by all workers and ranks through the page cache: a sample is decoded
+when it is asked for.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from bev_lightning.data.cache import lock, replace_file
+from bev_lightning.data.catalogue import check_name, read_catalogue
+from bev_lightning.data.join import Joined, join_poses, join_scenes
+from bev_lightning.data.processes import make_parts, open_parts, parts_folder, read_part
+from bev_lightning.data.records import cut_table
 from bev_lightning.data.sample import Annotations, Readings, Sample
+from bev_lightning.data.schema import PARTS, SCHEMA, SCHEMA_VERSION
+from bev_lightning.data.tables import FIELDS, name_detections, read_piece, read_splits
 from bev_lightning.errors import InputError
 
-SCHEMA_VERSION = 1
-_ROWS_PER_BATCH = 1024
-_TEXT, _WHOLE, _REAL = pa.string(), pa.int64(), pa.float64()
-_READING_TEXT = ("channel", "token", "path")
-_READING_ARRAYS = {
-    "depth": (_WHOLE, ()),
-    "timestamp": (_WHOLE, ()),
-    "ego_from_sensor": (_REAL, (7,)),
-    "global_from_ego": (_REAL, (7,)),
-    "intrinsic": (_REAL, (3, 3)),
-    "size": (_WHOLE, (2,)),
-}
-_ANNOTATION_TEXT = ("token", "instance", "category", "detection", "attribute")
-_ANNOTATION_ARRAYS = {
-    "centre": (_REAL, (3,)),
-    "size": (_REAL, (3,)),
-    "rotation": (_REAL, (4,)),
-    "velocity": (_REAL, (3,)),
-    "num_lidar_pts": (_WHOLE, ()),
-    "num_radar_pts": (_WHOLE, ()),
-    "visibility": (_WHOLE, ()),
-}
-_PARTS = (
-    ("readings", _READING_TEXT, _READING_ARRAYS),
-    ("annotations", _ANNOTATION_TEXT, _ANNOTATION_ARRAYS),
+_PIECE_BYTES = 16 << 20
+_SCENES_PER_PART = 16
+_TABLES = (
+    "attribute",
+    "calibrated_sensor",
+    "category",
+    "ego_pose",
+    "instance",
+    "sample",
+    "sample_annotation",
+    "sample_data",
+    "scene",
+    "sensor",
+    "splits",
 )
-_SAMPLE_TEXT = ("token", "scene_token", "scene_name", "previous", "next")
 
 
 class Index:
@@ -54,6 +51,7 @@ class Index:
         path: the Arrow file.
         root: the data root that the paths are relative to.
         version: of the tables, e.g. v1.0-mini.
+        stamp: changes when what it was made from does.
         splits: scene names of each split that has scenes here.
         scenes_without_can_bus: names, in the tables' order.
         tokens: sample tokens, scene by scene, forward in time.
@@ -64,18 +62,20 @@ class Index:
         self.root = root
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         notes = json.loads(reader.schema.metadata[b"bev_lightning"])
-        self.schema_version: int = notes["schema"]
         self.stamp: str = notes["stamp"]
         self.version: str = notes["version"]
-        if self.schema_version != SCHEMA_VERSION:
+        if notes["schema"] != SCHEMA_VERSION:
             raise InputError(
-                f"the index {path} has schema {self.schema_version}, this program reads "
-                f"{SCHEMA_VERSION}: "
-                f"remove the file and run python -m bev_lightning.prepare again"
+                f"the index {path} has schema {notes['schema']} and this program reads "
+                f"{SCHEMA_VERSION}: python -m bev_lightning.prepare data.root={root} "
+                f"data.version={self.version} paths.cache={path.parent} makes it anew"
             )
         self.splits = {name: tuple(scenes) for name, scenes in notes["splits"].items()}
         self.scenes_without_can_bus = tuple(notes["scenes_without_can_bus"])
+        self._notes = notes
         self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
+        self._lists: dict[int, dict[str, dict[str, Any]]] = {}
         self.tokens = [
             token for batch in self._batches for token in batch.column("token").to_pylist()
         ]
@@ -92,35 +92,23 @@ class Index:
 
     def sample(self, token: str) -> Sample:
         """One key frame. Raises KeyError for a token that is not here."""
-        number, row = divmod(self._rows[token], _ROWS_PER_BATCH)
-        batch = self._batches[number]
-        parts = {}
-        for part, texts, arrays in _PARTS:
-            lists = {name: batch.column(f"{part}.{name}") for name in (*texts, *arrays)}
-            values: dict[str, object] = {}
-            for name, column in lists.items():
-                start, stop = column.offsets[row].as_py(), column.offsets[row + 1].as_py()
-                rows = column.values.slice(start, stop - start)
-                if name in texts:
-                    values[name] = tuple(rows.to_pylist())
-                    continue
-                shape = arrays[name][1]
-                flat = rows.flatten() if shape else rows
-                values[name] = flat.to_numpy(zero_copy_only=False).reshape(stop - start, *shape)
-            parts[part] = values
+        number, row = self._find(token)
+        batch, lists = self._batches[number], self._open_lists(number)
+        texts = ("token", "scene_token", "scene_name", "previous", "next")
         return Sample(
-            **{
-                name: batch.column(name)[row].as_py()
-                for name in (*_SAMPLE_TEXT, "timestamp", "from_can_bus")
-            },
-            readings=Readings(**parts["readings"]),  # type: ignore[arg-type]
-            annotations=Annotations(**parts["annotations"]),  # type: ignore[arg-type]
-            can_bus=np.array(batch.column("can_bus")[row].as_py()),
+            **{name: batch.column(name)[row].as_py() for name in texts},
+            timestamp=batch.column("timestamp")[row].as_py(),
+            from_can_bus=batch.column("from_can_bus")[row].as_py(),
+            readings=self._readings(
+                _take(lists["readings"], row), _take(lists["calibrations"], row)
+            ),
+            annotations=self._annotations(_take(lists["annotations"], row)),
+            can_bus=batch.column("can_bus").values.to_numpy()[18 * row : 18 * row + 18].copy(),
         )
 
     def scene(self, token: str) -> str:
         """The scene token of a key frame. Raises KeyError for a token that is not here."""
-        number, row = divmod(self._rows[token], _ROWS_PER_BATCH)
+        number, row = self._find(token)
         scene: str = self._batches[number].column("scene_token")[row].as_py()
         return scene
 
@@ -133,31 +121,91 @@ class Index:
         if name not in self.splits:
             raise InputError(
                 f"no scene of the split '{name}' is in {self.version} of {self.root}; it has "
-                f"scenes of: "
-                f"{', '.join(sorted(self.splits)) or 'none'} (or list scene names in splits.json "
-                f"in the version "
-                f"folder)"
+                f"scenes of: {', '.join(sorted(self.splits)) or 'none'} (or list scene names in "
+                f"splits.json in the version folder)"
             )
         scenes = set(self.splits[name])
         names = [n for batch in self._batches for n in batch.column("scene_name").to_pylist()]
         return [token for token, scene in zip(self.tokens, names, strict=True) if scene in scenes]
 
+    def _find(self, token: str) -> tuple[int, int]:
+        row = self._rows[token]
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return number, row - int(self._starts[number])
+
+    def _open_lists(self, number: int) -> dict[str, dict[str, Any]]:
+        """The list columns of a batch: numbers as arrays and texts as Arrow's, over the mapped
+        file, and ``offsets`` for all columns of a part."""
+        if number not in self._lists:
+            batch = self._batches[number]
+            self._lists[number] = {
+                part: {
+                    "offsets": batch.column(f"{part}.{next(iter(kinds))}").offsets.to_numpy(),
+                    **{
+                        name: _to_array(batch.column(f"{part}.{name}").values, kind)
+                        for name, kind in kinds.items()
+                    },
+                }
+                for part, kinds in PARTS.items()
+            }
+        return self._lists[number]
+
+    def _readings(self, values: dict[str, Any], calibrations: dict[str, Any]) -> Readings:
+        which, names = values["calibration"], self._notes["channels"]
+        return Readings(
+            channel=tuple(names[number] for number in values["channel"].tolist()),
+            depth=values["depth"].astype(np.int64),
+            token=values["token"],
+            path=values["path"],
+            timestamp=values["timestamp"],
+            ego_from_sensor=calibrations["ego_from_sensor"][which],
+            global_from_ego=values["global_from_ego"],
+            intrinsic=calibrations["intrinsic"][which].reshape(-1, 3, 3),
+            size=values["size"].astype(np.int64),
+        )
+
+    def _annotations(self, values: dict[str, Any]) -> Annotations:
+        categories, detections = self._notes["categories"], self._notes["detections"]
+        category = values["category"].tolist()
+        attributes = [*self._notes["attributes"], ""]  # -1 is none
+        return Annotations(
+            token=values["token"],
+            instance=values["instance"],
+            category=tuple(categories[number] for number in category),
+            detection=tuple(detections[number] for number in category),
+            attribute=tuple(attributes[number] for number in values["attribute"].tolist()),
+            centre=values["centre"],
+            size=values["size"],
+            rotation=values["rotation"],
+            velocity=values["velocity"],
+            num_lidar_pts=values["num_lidar_pts"].astype(np.int64),
+            num_radar_pts=values["num_radar_pts"].astype(np.int64),
+            visibility=values["visibility"].astype(np.int64),
+        )
+
 
 def build_index(
-    root: Path | str, version: str, cache_dir: Path | str, num_workers: int = 0
+    root: Path | str,
+    version: str,
+    cache_dir: Path | str,
+    num_workers: int = 0,
+    renew: bool = False,
 ) -> Index:
     """Open the index of a data root, making it first where it is absent or the tables have changed.
 
-    Several processes may call this at once: one makes it, the others wait.
+    Several processes may call this at once: one makes it, the others wait. It is made in parts;
+    after a kill, the parts that were finished are not made again.
 
     Args:
         root: data root in any spelling; all spellings lead to one index.
         version: folder of the tables, e.g. v1.0-trainval.
         cache_dir: where indexes live; never inside the root.
-        num_workers: threads that look at the CAN bus files for changes.
+        num_workers: processes that read the tables.
+        renew: make an index of another schema anew instead of refusing it.
 
     Raises:
-        InputError: the root or the version is not there, or the tables are broken.
+        InputError: the root or the version is not there, the tables are broken, or the index is of
+        another schema.
     """
     root = resolve_root(root, version)
     cache = Path(cache_dir).expanduser().resolve()
@@ -167,14 +215,15 @@ def build_index(
         )
     path = index_path(root, version, cache)
     stamp = stamp_tables(root, version, num_workers)
-    index = _open_current(path, root, stamp)
+    index = _open_current(path, root, stamp, renew)
     if index is not None:
         return index
     cache.mkdir(parents=True, exist_ok=True)
     with lock(path.with_suffix(".lock")):
-        index = _open_current(path, root, stamp)  # another process may have made it meanwhile
+        # another process may have made it meanwhile
+        index = _open_current(path, root, stamp, renew)
         if index is None:
-            _write_index(path, root, version, stamp)
+            _write_index(path, root, version, stamp, num_workers)
             index = Index(path, root)
     return index
 
@@ -182,6 +231,7 @@ def build_index(
 def resolve_root(root: Path | str, version: str) -> Path:
     """The one spelling of a data root. Raises InputError where it or the version's tables are
     absent."""
+    check_name(version, "data.version")
     resolved = Path(root).expanduser().resolve()
     if not resolved.is_dir():
         raise InputError(
@@ -191,8 +241,7 @@ def resolve_root(root: Path | str, version: str) -> Path:
         found = sorted(p.parent.name for p in resolved.glob("*/sample.json"))
         raise InputError(
             f"data.root={root} holds no tables {version}/*.json; versions there: "
-            f"{', '.join(found) or 'none'}; "
-            f"set data.version"
+            f"{', '.join(found) or 'none'}; set data.version"
         )
     return resolved
 
@@ -200,13 +249,15 @@ def resolve_root(root: Path | str, version: str) -> Path:
 def index_path(root: Path, version: str, cache: Path) -> Path:
     """Where the index of a resolved root lies."""
     key = hashlib.sha256(f"{root}\n{version}".encode()).hexdigest()[:12]
-    return cache / f"{root.name}-{version}-{key}.arrow"
+    return cache / f"{root.name}-{version}-{key}-index.arrow"
 
 
 def stamp_tables(root: Path, version: str, num_workers: int = 0) -> str:
-    """A short text that changes when a table or a CAN bus pose file does (size or time of
-    change)."""
-    paths = sorted((root / version).glob("*.json")) + sorted((root / "can_bus").glob("*_pose.json"))
+    """A short text that changes when a table that is read or a CAN bus pose file does (size or time
+    of change)."""
+    tables = (root / version / f"{name}.json" for name in _TABLES)
+    paths = [path for path in tables if path.exists()]
+    paths += sorted((root / "can_bus").glob("*_pose.json"))
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         stats = list(pool.map(os.stat, paths))
     lines = [
@@ -216,80 +267,98 @@ def stamp_tables(root: Path, version: str, num_workers: int = 0) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def find_missing(root: Path, paths: Iterable[str]) -> set[str]:
-    """Which of the paths, relative to the root, have no file. Lists each folder once."""
-    folders: dict[str, frozenset[str]] = {}
-    missing = set()
-    for path in paths:
-        folder, _, name = path.rpartition("/")
-        if folder not in folders:
-            try:
-                folders[folder] = frozenset(os.listdir(root / folder))
-            except OSError:
-                folders[folder] = frozenset()
-        if name not in folders[folder]:
-            missing.add(path)
-    return missing
-
-
-def _open_current(path: Path, root: Path, stamp: str) -> Index | None:
+def _open_current(path: Path, root: Path, stamp: str, renew: bool) -> Index | None:
     try:
         index = Index(path, root)
-    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError, InputError):
-        return None  # absent, not an index, or of another schema: it is made anew
+    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError):
+        return None  # absent, or not an index: it is made anew
+    except InputError:
+        if renew:
+            return None
+        raise
     return index if index.stamp == stamp else None
 
 
-def _write_index(path: Path, root: Path, version: str, stamp: str) -> None:
-    from bev_lightning.data.tables import Tables, read_samples, read_splits
+def _write_index(path: Path, root: Path, version: str, stamp: str, num_workers: int) -> None:
+    folder, parts = root / version, open_parts(path, stamp)
+    catalogue = read_catalogue(folder)
+    if not catalogue.scenes:
+        raise InputError(f"the tables in {folder} hold no sample: download the metadata again")
+    splits, detections = (
+        read_splits(folder, catalogue.scenes),
+        name_detections(catalogue.categories),
+    )
+    pieces = {
+        table: {
+            parts / f"{table}-{number}.arrow": piece
+            for number, piece in enumerate(cut_table(folder, table, _PIECE_BYTES))
+        }
+        for table in FIELDS
+    }
+    if not pieces["sample_data"]:
+        raise InputError(f"{folder / 'sample_data.json'} is empty: download the metadata again")
+    jobs = {part: piece for table in pieces.values() for part, piece in table.items()}
+    make_parts(partial(read_piece, catalogue), jobs, num_workers, "reading tables")
+    poses = parts / "poses.arrow"
+    if not poses.exists():
+        join_poses(poses, list(pieces["ego_pose"]), list(pieces["sample_data"]))
+    joined = Joined(
+        catalogue,
+        tuple(pieces["sample_data"]),
+        tuple(pieces["sample_annotation"]),
+        poses,
+        root / "can_bus",
+    )
+    starts = range(0, len(catalogue.scenes), _SCENES_PER_PART)
+    scenes = {
+        parts / f"scenes-{start}.arrow": (start, start + _SCENES_PER_PART) for start in starts
+    }
+    make_parts(partial(join_scenes, joined), scenes, num_workers, "joining scenes")
 
-    tables = Tables(root, version)
-    samples = list(read_samples(tables, root / "can_bus"))
-    measured = {sample.scene_name: sample.from_can_bus for sample in samples}
+    batches = [read_part(part)[0] for part in scenes]
+    measured = {
+        name: found
+        for batch in batches
+        for name, found in zip(
+            batch.column("scene_name").to_pylist(),
+            batch.column("from_can_bus").to_pylist(),
+            strict=True,
+        )
+    }
     notes = {
         "schema": SCHEMA_VERSION,
         "stamp": stamp,
         "version": version,
-        "splits": read_splits(tables),
+        "splits": splits,
         "scenes_without_can_bus": [name for name, found in measured.items() if not found],
+        "channels": catalogue.channels,
+        "categories": catalogue.categories,
+        "detections": detections,
+        "attributes": catalogue.attributes,
     }
-    batches = [
-        _to_record_batch(samples[start : start + _ROWS_PER_BATCH])
-        for start in range(0, len(samples), _ROWS_PER_BATCH)
-    ]
-    if not batches:
-        raise InputError(
-            f"the tables in {root / version} hold no sample: download the metadata again"
-        )
-    schema = batches[0].schema.with_metadata({"bev_lightning": json.dumps(notes)})
-    with replace_file(path) as file, pa.ipc.new_file(file, schema) as writer:
+    if stamp_tables(root, version, num_workers) != stamp:
+        raise InputError(f"the tables in {folder} changed while they were read: start again")
+    schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
+    whole = parts / "index.arrow"
+    with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
         for batch in batches:
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    os.replace(whole, path)
+    shutil.rmtree(parts_folder(path))
 
 
-def _to_record_batch(samples: list[Sample]) -> pa.RecordBatch:
-    columns: dict[str, pa.Array] = {
-        name: pa.array([getattr(sample, name) for sample in samples], _TEXT)
-        for name in _SAMPLE_TEXT
+def _take(lists: dict[str, Any], row: int) -> dict[str, Any]:
+    start, stop = lists["offsets"][row : row + 2].tolist()
+    taken = {name: values[start:stop] for name, values in lists.items() if name != "offsets"}
+    return {
+        name: tuple(values.to_pylist()) if isinstance(values, pa.Array) else values
+        for name, values in taken.items()
     }
-    columns["timestamp"] = pa.array([sample.timestamp for sample in samples], _WHOLE)
-    columns["from_can_bus"] = pa.array([sample.from_can_bus for sample in samples], pa.bool_())
-    columns["can_bus"] = _fixed(np.stack([sample.can_bus for sample in samples]), _REAL)
-    for part, texts, arrays in _PARTS:
-        parts = [getattr(sample, part) for sample in samples]
-        offsets = pa.array(np.cumsum([0] + [len(p.token) for p in parts]), pa.int32())
-        for name in texts:
-            values = pa.array([value for p in parts for value in getattr(p, name)], _TEXT)
-            columns[f"{part}.{name}"] = pa.ListArray.from_arrays(offsets, values)
-        for name, (kind, _) in arrays.items():
-            joined = np.concatenate([getattr(p, name) for p in parts])
-            columns[f"{part}.{name}"] = pa.ListArray.from_arrays(offsets, _fixed(joined, kind))
-    return pa.RecordBatch.from_pydict(columns)
 
 
-def _fixed(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """``(N,)`` as a plain array, ``(N, ...)`` as fixed-size lists."""
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1), kind)
-    if values.ndim == 1:
-        return flat
-    return pa.FixedSizeListArray.from_arrays(flat, int(np.prod(values.shape[1:])))
+def _to_array(values: pa.Array, kind: pa.DataType) -> pa.Array | np.ndarray:
+    if pa.types.is_string(kind):
+        return values
+    if pa.types.is_fixed_size_list(kind):
+        return values.values.to_numpy().reshape(-1, kind.list_size)
+    return values.to_numpy()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
-from bev_lightning.data.objects import ObjectDatabase
+from bev_lightning.data.ground_truth import GroundTruthDatabase
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Boxes3D, Inputs, LidarInput
@@ -81,7 +81,7 @@ class Pasted:
     """
 
     boxes: Boxes3D
-    database: ObjectDatabase
+    database: GroundTruthDatabase
     rows: tuple[int, ...]
     augmented_from_lidar: np.ndarray
 
@@ -113,7 +113,7 @@ class Paster:
     """
 
     def __init__(
-        self, paste: Paste, database: ObjectDatabase, classes: Sequence[str], seed: int
+        self, paste: Paste, database: GroundTruthDatabase, classes: Sequence[str], seed: int
     ) -> None:
         self.paste = paste
         self.database = database

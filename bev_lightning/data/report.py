@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bev_lightning.data.index import Index, find_missing
+from bev_lightning.data.index import Index
+from bev_lightning.data.missing import find_missing
 
 
 @dataclass(frozen=True)

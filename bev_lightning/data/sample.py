@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bev_lightning.data.schema import LIDAR
 from bev_lightning.structures import Boxes3D
 from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation, wrap_angle
 
-LIDAR = "LIDAR_TOP"
-MAX_SWEEPS = 10
 # The classes of the nuScenes detection task, in the order the house uses.
 DETECTION_CLASSES = (
     "car",

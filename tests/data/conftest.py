@@ -4,6 +4,8 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -267,3 +269,16 @@ def _write_file(path: Path, kind: str, rng: np.random.Generator) -> None:
 def make_tree(tmp_path: Path) -> Callable[..., Path]:
     """``make_tree(**kwargs)`` writes a tree below tmp_path/tree and returns its root."""
     return lambda **kwargs: write_tree(tmp_path / "tree", **kwargs)
+
+
+def _open_devkit(root: Path, version: str = "v1.0-mini") -> Any:
+    from nuscenes import NuScenes
+
+    with patch("nuscenes.nuscenes.MapMask"):  # the trees have no maps
+        return NuScenes(version, str(root), verbose=False)
+
+
+@pytest.fixture
+def open_devkit() -> Callable[..., Any]:
+    """``open_devkit(root, version)`` is the official reader."""
+    return _open_devkit

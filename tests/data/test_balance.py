@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from bev_lightning.data.augment import Augment
-from bev_lightning.data.balance import Census, balance, take_census
+from bev_lightning.data.balance import BoxCounts, balance, count_boxes
 from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.index import build_index
 from bev_lightning.data.stream import Schedule
@@ -15,36 +15,36 @@ INPUTS = Inputs(lidar=LidarInput((-20.0, -20.0, -5.0, 20.0, 20.0, 5.0), sweeps=0
 CLASSES = ("car", "truck", "pedestrian", "barrier")
 
 
-def census_of(rows: list[list[int]]) -> Census:
-    return Census(("car", "bus", "truck"), np.array(rows), 0)
+def counts_of(rows: list[list[int]]) -> BoxCounts:
+    return BoxCounts(("car", "bus", "truck"), np.array(rows), 0)
 
 
 def test_census_counts_what_trains(make_tree, tmp_path: Path) -> None:
     root = make_tree(scenes=(("scene-0061", 1), ("scene-0103", 2)), empty=[("scene-0103", 1)])
     index = build_index(root, "v1.0-mini", tmp_path / "cache")
-    census = take_census(index, index.tokens, CLASSES, min_points=1)
-    assert census.num_boxes.tolist() == [[1, 0, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
-    assert census.num_unknown_velocity == 4  # each box is the only one of its track
-    assert census.sentences() == [
+    counts = count_boxes(index, index.tokens, CLASSES, min_points=1)
+    assert counts.num_boxes.tolist() == [[1, 0, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
+    assert counts.num_unknown_velocity == 4  # each box is the only one of its track
+    assert counts.sentences() == [
         "no training sample has a box of truck, barrier to train on",
         "training boxes without a known velocity, which is left out of their loss: 4 of 4",
     ]
-    assert take_census(index, index.tokens, CLASSES, 0).num_boxes[0].tolist() == [1, 0, 1, 1]
-    empty = take_census(index, index.tokens, ("bus",), 1)
+    assert count_boxes(index, index.tokens, CLASSES, 0).num_boxes[0].tolist() == [1, 0, 1, 1]
+    empty = count_boxes(index, index.tokens, ("bus",), 1)
     assert len(empty.sentences()) == 1 and "background alone" in empty.sentences()[0]
     assert balance(empty, 0) == [0, 1, 2]
 
 
 def test_rare_classes_are_met_as_often_as_common_ones() -> None:
     rows = [[1, 0, 0]] * 90 + [[2, 1, 0]] * 8 + [[0, 0, 0]] * 50
-    chosen = balance(census_of(rows), seed=1)
+    chosen = balance(counts_of(rows), seed=1)
     # 106 samples hold a car or a bus, counted once for each: 53 are drawn for each of two classes.
     assert len(chosen) == 106
-    held = census_of(rows).num_boxes[chosen] > 0
+    held = counts_of(rows).num_boxes[chosen] > 0
     assert held[:, 1].sum() >= 53 and held[:53, 0].all() and held[53:, 1].all()
     assert max(chosen) < 98  # samples without boxes are left out
-    assert len(balance(census_of([[3, 0, 0]] * 7), 0)) == 7
-    assert chosen == balance(census_of(rows), seed=1) != balance(census_of(rows), seed=2)
+    assert len(balance(counts_of([[3, 0, 0]] * 7), 0)) == 7
+    assert chosen == balance(counts_of(rows), seed=1) != balance(counts_of(rows), seed=2)
 
 
 def test_repeated_samples_are_augmented_anew(make_tree, tmp_path: Path) -> None:

@@ -294,13 +294,13 @@ def test_pasting_is_prepared_for_training_alone(make_data, tmp_path: Path) -> No
     paste = Paste({"car": 2, "bus": 1}, min_points=1)
     data = make_data(paste=paste, classes=("car", "bus"))
     trainer(tmp_path).predict(Noisy(), datamodule=data)
-    assert not list((tmp_path / "cache").glob("*objects*"))
+    assert not list((tmp_path / "cache").glob("*ground-truth*"))
     data, module = make_data(paste=paste, classes=("car", "bus")), Noisy()
-    with pytest.warns(UserWarning, match="the database of objects has no") as caught:
+    with pytest.warns(UserWarning, match="the ground-truth database has no") as caught:
         trainer(tmp_path, max_steps=2).fit(module, datamodule=data)
-    said = [str(w.message) for w in caught if "database of objects" in str(w.message)]
+    said = [str(w.message) for w in caught if "ground-truth database" in str(w.message)]
     assert len(said) == 1 and "bus" in said[0]
-    assert len(list((tmp_path / "cache").glob("*objects-mini_train-1sweeps.arrow"))) == 1
+    assert len(list((tmp_path / "cache").glob("*ground-truth-mini_train-1sweeps.arrow"))) == 1
     with pytest.raises(InputError, match="data.paste=null"):
         make_data(paste=paste, inputs=Inputs(camera=CameraInput((32, 64), ("CAM_FRONT",))))
     with pytest.raises(InputError, match="data.target_range"):

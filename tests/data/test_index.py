@@ -4,55 +4,127 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bev_lightning.data import index as index_module
-from bev_lightning.data.index import build_index, find_missing
+from bev_lightning.data.index import build_index
+from bev_lightning.data.missing import find_missing
+from bev_lightning.data.processes import map_in_processes
 from bev_lightning.data.report import make_report
-from bev_lightning.data.tables import Tables, read_samples
 from bev_lightning.errors import InputError
 
 VERSION = "v1.0-mini"
 
 
-def test_index_gives_back_every_value(make_tree, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(index_module, "_ROWS_PER_BATCH", 2)  # several record batches
+def test_index_holds_scenes_without_boxes_and_without_can_bus(make_tree, tmp_path: Path) -> None:
     root = make_tree(can_bus=["scene-0103"], empty=[("scene-0061", 1)])
     index = build_index(root, VERSION, tmp_path / "cache")
-    expected = list(read_samples(Tables(root, VERSION), root / "can_bus"))
-    assert index.tokens == [sample.token for sample in expected]
-    for theirs in expected:
-        ours = index.sample(theirs.token)
-        assert (ours.scene_name, ours.timestamp, ours.previous, ours.next, ours.from_can_bus) == (
-            theirs.scene_name,
-            theirs.timestamp,
-            theirs.previous,
-            theirs.next,
-            theirs.from_can_bus,
-        )
-        np.testing.assert_array_equal(ours.can_bus, theirs.can_bus)
-        for part in ("readings", "annotations"):
-            for field in fields(getattr(ours, part)):
-                one, two = (getattr(getattr(s, part), field.name) for s in (ours, theirs))
-                if isinstance(two, np.ndarray):
-                    assert one.shape == two.shape and one.dtype == two.dtype, field.name
-                    np.testing.assert_array_equal(one, two)
-                else:
-                    assert one == two
-    assert index.sample("scene-0061_1").annotations.centre.shape == (0, 3)
+    empty = index.sample("scene-0061_1").annotations
+    assert empty.centre.shape == (0, 3) and empty.token == () and empty.velocity.dtype == np.float64
     assert index.scenes_without_can_bus == ("scene-0061",)
+    assert index.scene("scene-0103_1") == "scene-0103"
+    sample = index.sample("scene-0061_2")
+    assert sample.readings.depth.dtype == sample.readings.size.dtype == np.int64
+    assert sample.annotations.num_lidar_pts.tolist() == [5, 5, 0, 5]
+    with pytest.raises(KeyError):
+        index.sample("scene-9999_0")
+
+
+def test_parts_and_processes_do_not_change_a_byte(make_tree, tmp_path: Path, monkeypatch) -> None:
+    root = make_tree()
+    whole = build_index(root, VERSION, tmp_path / "one")
+    monkeypatch.setattr(index_module, "_PIECE_BYTES", 3000)
+    pieces = build_index(root, VERSION, tmp_path / "pieces")
+    assert pieces.path.read_bytes() == whole.path.read_bytes()
+    processes = build_index(root, VERSION, tmp_path / "processes", num_workers=2)
+    assert processes.path.read_bytes() == whole.path.read_bytes()
+    assert [path.name for path in processes.path.parent.iterdir() if path.is_dir()] == []
+    monkeypatch.setattr(index_module, "_SCENES_PER_PART", 1)
+    scenes = build_index(root, VERSION, tmp_path / "scenes")
+    assert [scenes.sample(t).can_bus.tolist() for t in scenes.tokens] == [
+        whole.sample(t).can_bus.tolist() for t in whole.tokens
+    ]
+
+
+KILL = """
+import os, signal, sys
+from pathlib import Path
+from bev_lightning.data import index
+root, cache, num_writes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+index._PIECE_BYTES, index._SCENES_PER_PART = 3000, 1
+replace, left = os.replace, [num_writes]
+def count(source, target):
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    print(Path(target).name, flush=True)
+    replace(source, target)
+os.replace = count
+index.build_index(root, "v1.0-mini", cache)
+"""
+
+
+@pytest.mark.parametrize("num_writes", [0, 3, 11])
+def test_a_killed_build_goes_on_to_the_same_bytes(make_tree, tmp_path, num_writes) -> None:
+    root, cache = make_tree(can_bus=["scene-0061"]), tmp_path / "cache"
+
+    def start(where: Path, num_writes: int) -> tuple[int, list[str]]:
+        command = [sys.executable, "-c", KILL, str(root), str(where), str(num_writes)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        return done.returncode, done.stdout.split()
+
+    code, every = start(tmp_path / "undisturbed", -1)
+    assert code == 0 and len(every) > 12
+    code, before = start(cache, num_writes)
+    assert code == -signal.SIGKILL and len(before) == num_writes
+    code, after = start(cache, -1)
+    # What was written is not written again: no work is done twice but the part that was cut off.
+    assert code == 0 and before + after == every
+    name = every[-1]
+    assert (cache / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+    assert {path.suffix for path in cache.iterdir()} == {".arrow", ".lock"}
+
+
+def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from bev_lightning.data.processes import map_in_processes\n"
+        "def work(job):\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    if job == 1: os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    time.sleep(600)\n"
+        "if __name__ == '__main__': list(map_in_processes(work, [0, 1], 2))\n"
+    )
+    # The pipe closes when the last of them has gone.
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL and len(done.stdout.split()) >= 1
+
+
+def test_a_killed_worker_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one of 2 processes was killed.*data.num_workers"):
+        list(map_in_processes(kill_itself, [0, 1], 2))
+
+
+def kill_itself(job: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_every_spelling_of_the_root_is_one_index(make_tree, tmp_path: Path, monkeypatch) -> None:
     root = make_tree()
     (tmp_path / "link").symlink_to(root)
     monkeypatch.chdir(tmp_path)
-    for spelling in ("tree", "tree/", "./tree", "tree//", str(root), "link"):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spellings = ("tree", "tree/", "./tree", "tree//", str(root), "link", "~/tree", "x/../tree")
+    for spelling in spellings:
         index = build_index(spelling, VERSION, "cache")
         assert index.root == root
         assert all(not path.startswith("/") for path in index.sample(index.tokens[0]).readings.path)
@@ -77,16 +149,50 @@ def test_index_is_made_anew_only_when_tables_change(make_tree, tmp_path: Path) -
     assert after - before == pytest.approx(1.0)  # the open one still reads what it mapped
 
 
-def test_other_schema_or_rubbish_is_replaced(make_tree, tmp_path: Path, monkeypatch) -> None:
-    root = make_tree()
+def test_another_schema_is_refused_and_renewed_and_rubbish_replaced(
+    make_tree, tmp_path: Path, monkeypatch
+) -> None:
+    root, cache = make_tree(), tmp_path / "cache"
     monkeypatch.setattr(index_module, "SCHEMA_VERSION", 999)
-    path = build_index(root, VERSION, tmp_path / "cache").path
+    path = build_index(root, VERSION, cache).path
     monkeypatch.undo()
-    assert (
-        build_index(root, VERSION, tmp_path / "cache").schema_version == index_module.SCHEMA_VERSION
+    command = (
+        f"python -m bev_lightning.prepare data.root={root} data.version={VERSION} "
+        f"paths.cache={cache} makes it anew"
     )
+    with pytest.raises(InputError, match=f"has schema 999 .*{re.escape(command)}"):
+        build_index(root, VERSION, cache)
+    assert len(build_index(root, VERSION, cache, renew=True)) == 5
     path.write_bytes(b"rubbish")
-    assert len(build_index(root, VERSION, tmp_path / "cache")) == 5
+    assert len(build_index(root, VERSION, cache)) == 5
+
+
+def test_a_test_set_without_annotations(make_tree, tmp_path: Path) -> None:
+    root = make_tree(scenes=(("scene-0077", 2),), version="v1.0-test", empty=[("scene-0077", 0)])
+    for absent in (False, True):
+        for name in ("sample_annotation", "instance"):
+            table = root / "v1.0-test" / f"{name}.json"
+            table.unlink() if absent else table.write_text("[]")
+        index = build_index(root, "v1.0-test", tmp_path / "cache")
+        assert index.split("test") == ["scene-0077_0", "scene-0077_1"]
+        assert index.sample("scene-0077_1").annotations.rotation.shape == (0, 4)
+
+
+def test_names_that_would_leave_their_folder_are_refused(make_tree, tmp_path: Path) -> None:
+    root = make_tree()
+    with pytest.raises(InputError, match=r"data.version '\.\./other' cannot be part of a file's"):
+        build_index(root, "../other", tmp_path / "cache")
+    splits = root / VERSION / "splits.json"
+    splits.write_text('{"a/../../b": ["scene-0061"]}')
+    with pytest.raises(InputError, match=r"splits.json: the split 'a/\.\./\.\./b' cannot be part"):
+        build_index(root, VERSION, tmp_path / "cache")
+    splits.unlink()
+    scenes = root / VERSION / "scene.json"
+    records = json.loads(scenes.read_text())
+    records[0]["name"] = "../../scene-0061"
+    scenes.write_text(json.dumps(records))
+    with pytest.raises(InputError, match=r"the scene '\.\./\.\./scene-0061' cannot be part"):
+        build_index(root, VERSION, tmp_path / "cache")
 
 
 def test_index_pickles_by_path_and_several_processes_may_build(make_tree, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from bev_lightning.data.augment import Augment
 from bev_lightning.data.frame import FrameSource
-from bev_lightning.data.harvest import build_objects, objects_path
+from bev_lightning.data.ground_truth import GroundTruthDatabase
+from bev_lightning.data.ground_truth_writer import build_ground_truth, ground_truth_path
 from bev_lightning.data.index import build_index
-from bev_lightning.data.objects import ObjectDatabase
 from bev_lightning.data.paste import Paste, Paster, check_inputs, overlaps, points_inside
 from bev_lightning.data.reader import TorchLoader, assemble
 from bev_lightning.data.sample import DETECTION_CLASSES
@@ -65,8 +65,8 @@ def index(make_tree, tmp_path: Path):
 
 
 @pytest.fixture
-def database(index) -> ObjectDatabase:
-    return build_objects(index, "mini_train", LIDAR)
+def database(index) -> GroundTruthDatabase:
+    return build_ground_truth(index, "mini_train", LIDAR)
 
 
 def source(index, database, paste: Paste = PASTE, split: str = "mini_val", **kwargs) -> FrameSource:
@@ -94,14 +94,14 @@ def test_database_holds_the_objects_of_the_split_with_their_points(index, databa
 
 
 def test_database_is_kept_and_made_anew_when_the_tables_change(index, database) -> None:
-    path = objects_path(index, "mini_train", LIDAR)
+    path = ground_truth_path(index, "mini_train", LIDAR)
     before = path.stat().st_mtime_ns
-    assert build_objects(index, "mini_train", LIDAR).stamp == database.stamp
+    assert build_ground_truth(index, "mini_train", LIDAR).stamp == database.stamp
     assert path.stat().st_mtime_ns == before
     table = index.root / VERSION / "attribute.json"
     table.write_text(table.read_text() + " ")
     changed = build_index(index.root, VERSION, index.path.parent)
-    assert build_objects(changed, "mini_train", LIDAR, num_workers=2).stamp != database.stamp
+    assert build_ground_truth(changed, "mini_train", LIDAR, num_workers=2).stamp != database.stamp
     assert not list(path.parent.glob("*.tmp"))
 
 
@@ -109,18 +109,18 @@ def test_sweeps_are_not_mixed(index, database) -> None:
     fewer = LidarInput(RANGE, sweeps=0, min_distance=0.0)
     with pytest.raises(InputError, match=r"sweeps = 2 and the model reads sweeps = 0.*sweeps=2"):
         database.check(fewer)
-    database.path.rename(objects_path(index, "mini_train", fewer))
+    database.path.rename(ground_truth_path(index, "mini_train", fewer))
     with pytest.raises(InputError, match="sweeps = 2 and the model reads sweeps = 0"):
-        build_objects(index, "mini_train", fewer)
+        build_ground_truth(index, "mini_train", fewer)
 
 
 def test_broken_files_stop_or_are_left_out(index) -> None:
     path = index.root / "samples/LIDAR_TOP/scene-0061_1_LIDAR_TOP_0.pcd.bin"
     path.write_bytes(b"12345")
     with pytest.raises(InputError, match=r"sample scene-0061_\d: .*\(5 bytes\) is cut"):
-        build_objects(index, "mini_train", LIDAR)
+        build_ground_truth(index, "mini_train", LIDAR)
     with pytest.warns(UserWarning, match="1 samples gave no objects to paste"):
-        database = build_objects(index, "mini_train", LIDAR, on_missing="skip")
+        database = build_ground_truth(index, "mini_train", LIDAR, on_missing="skip")
     assert len(database) == 4
 
 

@@ -103,13 +103,11 @@ def test_points_are_moved_filtered_aged_and_capped(tmp_path: Path) -> None:
     assert read_points(sources, LidarInput((90, 90, 0, 91, 91, 1))).shape == (0, 5)
 
 
-def test_sweeps_equal_the_devkit(frames) -> None:
+def test_sweeps_equal_the_devkit(frames, open_devkit) -> None:
     from nuscenes.utils.data_classes import LidarPointCloud
 
-    from bev_lightning.data.tables import Tables
-
     source = frames(replace(INPUTS, lidar=LidarInput((-1e3,) * 3 + (1e3,) * 3, sweeps=3)))
-    tables = Tables(source.index.root, VERSION)
+    tables = open_devkit(source.index.root, VERSION)
     sample = tables.get("sample", "scene-0061_1")
     cloud, ages = LidarPointCloud.from_file_multisweep(
         tables, sample, "LIDAR_TOP", "LIDAR_TOP", nsweeps=4

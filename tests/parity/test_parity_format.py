@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bev_lightning.data import tables
+from bev_lightning.data.can_bus import can_bus_vectors
 from bev_lightning.data.sample import can_bus_change
 from bev_lightning.objectives.submission import to_entries
 from bev_lightning.structures.boxes import Boxes3D
@@ -296,9 +296,9 @@ def test_the_can_bus_vector_is_the_published_one() -> None:
     for i in range(5):
         prefix = f"bevformer/f{i}"
         position = read(f"{prefix}/ego2global_translation"), read(f"{prefix}/ego2global_rotation")
-        vector = tables._can_bus(
-            torch.cat(position).numpy(), read(f"{prefix}/raw_can_bus")[7:16].numpy()
-        )
+        vector = can_bus_vectors(
+            torch.cat(position).numpy()[None], read(f"{prefix}/raw_can_bus")[7:16].numpy()[None]
+        )[0]
         np.testing.assert_allclose(vector, want(f"{prefix}/can_bus_abs").numpy(), atol=1e-9)
         frames.append(SimpleNamespace(can_bus=vector))
     for i, frame in enumerate(frames):

@@ -1,6 +1,6 @@
-"""The database of objects: boxes of the training scenes with the lidar points in them.
+"""The ground-truth database: boxes of the training scenes with the lidar points in them.
 
-One memory-mapped Arrow file beside the index. :mod:`bev_lightning.data.harvest` makes it,
+One memory-mapped Arrow file beside the index. :mod:`bev_lightning.data.ground_truth_writer` makes it,
 :mod:`bev_lightning.data.paste` draws from it.
 """
 
@@ -31,7 +31,7 @@ vy]`` and points ``[x, y, z, intensity, age]`` one after the other, all in the m
 sample without augmentation."""
 
 
-class ObjectDatabase:
+class GroundTruthDatabase:
     """An open database; rows are numbered through.
 
     Attributes:
@@ -49,7 +49,7 @@ class ObjectDatabase:
         notes = json.loads(reader.schema.metadata[b"bev_lightning"])
         if notes["schema"] != SCHEMA_VERSION:
             raise InputError(
-                f"the object database {path} has schema {notes['schema']}, this program reads "
+                f"the ground-truth database {path} has schema {notes['schema']}, this program reads "
                 f"{SCHEMA_VERSION}: remove the file, it is made anew"
             )
         self.stamp: str = notes["stamp"]
@@ -60,8 +60,8 @@ class ObjectDatabase:
         self.label = self._join("label", np.int8)
         self.num_points = self._join("num_points", np.int32)
 
-    def __reduce__(self) -> tuple[type["ObjectDatabase"], tuple[Path]]:
-        return ObjectDatabase, (self.path,)  # workers map the file themselves
+    def __reduce__(self) -> tuple[type["GroundTruthDatabase"], tuple[Path]]:
+        return GroundTruthDatabase, (self.path,)  # workers map the file themselves
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -76,7 +76,7 @@ class ObjectDatabase:
             here, wanted = getattr(self, name), getattr(lidar, name)
             if here != wanted:
                 raise InputError(
-                    f"the object database {self.path} was made with {name} = {here} and the model "
+                    f"the ground-truth database {self.path} was made with {name} = {here} and the model "
                     f"reads {name} = {wanted}, so that pasted objects would be told by their "
                     f"points: set model.inputs.lidar.{name}={here}, or remove the file and it is "
                     f"made anew"

@@ -1,14 +1,32 @@
 """Which samples have the files that a model reads."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from bev_lightning.data.index import Index, find_missing
-from bev_lightning.data.sample import LIDAR
+from bev_lightning.data.index import Index
+from bev_lightning.data.schema import LIDAR
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 
 
-def sort_out_missing(
+def find_missing(root: Path, paths: Iterable[str]) -> set[str]:
+    """Which of the paths, relative to the root, have no file. Lists each folder once."""
+    folders: dict[str, frozenset[str]] = {}
+    missing = set()
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        if folder not in folders:
+            try:
+                folders[folder] = frozenset(os.listdir(root / folder))
+            except OSError:
+                folders[folder] = frozenset()
+        if name not in folders[folder]:
+            missing.add(path)
+    return missing
+
+
+def filter_missing(
     index: Index, tokens: Sequence[str], inputs: Inputs, on_missing: str
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Look for every file that the inputs need.
@@ -36,8 +54,7 @@ def sort_out_missing(
             if not rows or sample.readings.depth[rows[0]] != 0:
                 dropped[token] = (
                     f"sample {token} ({sample.scene_name}) has no {channel} record in the tables "
-                    f"of "
-                    f"{index.root}, and the model reads that sensor"
+                    f"of {index.root}, and the model reads that sensor"
                 )
             needs[token] += [sample.readings.path[row] for row in rows]
     missing = find_missing(index.root, [path for paths in needs.values() for path in paths])
@@ -48,9 +65,8 @@ def sort_out_missing(
     if dropped and on_missing == "error":
         raise InputError(
             f"{next(iter(dropped.values()))} ({len(dropped)} of {len(tokens)} samples lack "
-            f"files): download "
-            f"the files, read fewer sensors or sweeps, or set data.on_missing=skip to leave such "
-            f"samples out"
+            f"files): download the files, read fewer sensors or sweeps, or set "
+            f"data.on_missing=skip to leave such samples out"
         )
     kept = tuple(token for token in tokens if token not in dropped)
     if not kept:

@@ -1,4 +1,4 @@
-"""Makes the database of objects: cuts the annotated boxes out of the training samples' points."""
+"""Makes the ground-truth database: cuts the annotated boxes out of the training samples' points."""
 
 import hashlib
 import json
@@ -12,8 +12,8 @@ import torch
 
 from bev_lightning.data.cache import lock, replace_file
 from bev_lightning.data.frame import FrameSource
+from bev_lightning.data.ground_truth import SCHEMA, SCHEMA_VERSION, GroundTruthDatabase
 from bev_lightning.data.index import Index
-from bev_lightning.data.objects import SCHEMA, SCHEMA_VERSION, ObjectDatabase
 from bev_lightning.data.paste import points_inside
 from bev_lightning.data.processes import map_in_processes
 from bev_lightning.data.reader import read_points
@@ -26,13 +26,13 @@ _SAMPLES_PER_JOB = 16
 _EVERYWHERE = (-1000.0, -1000.0, -100.0, 1000.0, 1000.0, 100.0)
 
 
-def build_objects(
+def build_ground_truth(
     index: Index,
     split: str,
     lidar: LidarInput,
     on_missing: Literal["error", "skip"] = "error",
     num_workers: int = 0,
-) -> ObjectDatabase:
+) -> GroundTruthDatabase:
     """Open the database of a split, making it first where it is absent or out of date.
 
     It lies beside the index and is keyed like it; each number of sweeps has its own. Several
@@ -49,7 +49,7 @@ def build_objects(
         InputError: a file is missing or broken and on_missing is "error", or the file of that name
             was made for another number of sweeps.
     """
-    path = objects_path(index, split, lidar)
+    path = ground_truth_path(index, split, lidar)
     tokens = index.split(split)
     stamp = _stamp(index, tokens, lidar)
     database = _open_current(path, stamp, lidar)
@@ -59,13 +59,15 @@ def build_objects(
         database = _open_current(path, stamp, lidar)  # another process may have made it meanwhile
         if database is None:
             _write(path, stamp, index, tokens, lidar, on_missing, num_workers)
-            database = ObjectDatabase(path)
+            database = GroundTruthDatabase(path)
     return database
 
 
-def objects_path(index: Index, split: str, lidar: LidarInput) -> Path:
+def ground_truth_path(index: Index, split: str, lidar: LidarInput) -> Path:
     """Where the database of a split lies."""
-    return index.path.with_name(f"{index.path.stem}-objects-{split}-{lidar.sweeps}sweeps.arrow")
+    return index.path.with_name(
+        f"{index.path.stem}-ground-truth-{split}-{lidar.sweeps}sweeps.arrow"
+    )
 
 
 def _stamp(index: Index, tokens: Sequence[str], lidar: LidarInput) -> str:
@@ -73,9 +75,9 @@ def _stamp(index: Index, tokens: Sequence[str], lidar: LidarInput) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _open_current(path: Path, stamp: str, lidar: LidarInput) -> ObjectDatabase | None:
+def _open_current(path: Path, stamp: str, lidar: LidarInput) -> GroundTruthDatabase | None:
     try:
-        database = ObjectDatabase(path)
+        database = GroundTruthDatabase(path)
     except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError, InputError):
         return None  # absent, no database, or of another schema: it is made anew
     database.check(lidar)

@@ -1,0 +1,149 @@
+"""``bench=prepare``: tables to index, against the devkit's load and a loop over its samples."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from bev_lightning.benches.prepare_tables import (
+    TRAINVAL_SAMPLES,
+    TRAINVAL_SCENES,
+    VERSION,
+    write_tables,
+)
+from bev_lightning.benches.report import Row, with_ratios
+
+_PREAMBLE = """
+import json, resource, sys, time
+def usage():
+    own, theirs = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cpu = own.ru_utime + own.ru_stime + theirs.ru_utime + theirs.ru_stime
+    return {"cpu_s": cpu, "own_mib": own.ru_maxrss / 1024, "worker_mib": theirs.ru_maxrss / 1024}
+root, version, cache, number = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+began = time.perf_counter()
+"""
+_CONVERT = """
+from bev_lightning.data.index import build_index
+index = build_index(root, version, cache, number)
+print(json.dumps({"s": time.perf_counter() - began, "path": str(index.path), **usage()}))
+"""
+_OPEN = """
+from pathlib import Path
+from bev_lightning.data.index import Index
+began = time.perf_counter()
+index = Index(Path(cache), Path(root))
+opened = time.perf_counter()
+for token in index.tokens[:number]:
+    index.sample(token)
+decoded = (time.perf_counter() - opened) / number
+print(json.dumps({"open_s": opened - began, "sample_s": decoded, **usage()}))
+"""
+# As conversions do it: boxes and cameras through get_sample_data, sweeps back in time, velocities.
+_DEVKIT = """
+from nuscenes import NuScenes
+devkit = NuScenes(version, root, verbose=False)
+loaded, load_cpu = time.perf_counter(), usage()["cpu_s"]
+for sample in devkit.sample[:number]:
+    for channel, token in sample["data"].items():
+        if not channel.startswith("RADAR"):
+            devkit.get_sample_data(token)
+        record = devkit.get("sample_data", token)
+        for _ in range(0 if channel.startswith("CAM") else 10):
+            if not record["prev"]:
+                break
+            record = devkit.get("sample_data", record["prev"])
+            devkit.get("ego_pose", record["ego_pose_token"])
+            devkit.get("calibrated_sensor", record["calibrated_sensor_token"])
+    for token in sample["anns"]:
+        devkit.box_velocity(token)
+print(json.dumps({"load_s": loaded - began, "load_cpu_s": load_cpu,
+    "loop_s": time.perf_counter() - loaded, **usage()}))
+"""
+
+
+def run(
+    cfg: DictConfig, scale: float, num_workers: int, devkit_scale: float, devkit_samples: int
+) -> tuple[list[Row], list[str]]:
+    """Make tables, convert them in a fresh process, and let the devkit read a part.
+
+    Args:
+        cfg: the run's configuration.
+        scale: size of the tables; 1 is v1.0-trainval.
+        num_workers: processes of ours; the devkit has one.
+        devkit_scale: size of the devkit's tables, at most ``scale``; its times are scaled up.
+        devkit_samples: that its loop goes over; scaled up.
+    """
+    from nuscenes.utils.splits import train, val
+
+    names = sorted([*train, *val])
+    with tempfile.TemporaryDirectory(dir=cfg.paths.run) as folder:
+        root, cache = Path(folder) / "tables", Path(folder) / "cache"
+        counts = _make(root, names, scale)
+        ours = _measure(_CONVERT, root, cache, num_workers)
+        index = Path(ours["path"])
+        opened = _measure(_OPEN, root, index, min(200, counts["sample"]))
+        index_mib = index.stat().st_size / 2**20
+        part, num = root, counts["sample"]
+        if devkit_scale < scale:
+            part = Path(folder) / "part"
+            num = _make(part, names, devkit_scale)["sample"]
+        looped = min(devkit_samples, num)
+        devkit = _measure(_DEVKIT, part, cache, looped)
+    larger, longer = counts["sample"] / num, counts["sample"] / looped
+    loop_cpu = devkit["cpu_s"] - devkit["load_cpu_s"]
+    rows = [
+        Row(
+            "devkit: load and loop",
+            "convert",
+            ms=1e3 * (devkit["load_s"] * larger + devkit["loop_s"] * longer),
+            cpu_ms=1e3 * (devkit["load_cpu_s"] * larger + loop_cpu * longer),
+            peak_mib=devkit["own_mib"] * larger,
+        ),
+        Row(
+            "devkit: load alone",
+            "convert",
+            ms=1e3 * devkit["load_s"] * larger,
+            cpu_ms=1e3 * devkit["load_cpu_s"] * larger,
+            peak_mib=devkit["own_mib"] * larger,
+        ),
+        Row(
+            f"index, {num_workers} processes",
+            "convert",
+            ms=1e3 * ours["s"],
+            cpu_ms=1e3 * ours["cpu_s"],
+            peak_mib=ours["own_mib"] + num_workers * ours["worker_mib"],
+            more={"index_mib": index_mib},
+        ),
+        Row("open the index", "read", ms=1e3 * opened["open_s"], peak_mib=opened["own_mib"]),
+        Row("decode a sample", "read", ms=1e3 * opened["sample_s"]),
+    ]
+    rows = with_ratios(rows[:3]) + rows[3:]
+    notes = [
+        f"Made tables of {counts['sample']} samples, {counts['sample_data']} sample_data and "
+        f"{counts['sample_annotation']} boxes (scale={scale:g}), without sensor files. Each line is a "
+        f"fresh process with its imports.",
+        f"The devkit loaded tables of {num} samples and looped over {looped} of them: its times "
+        f"are scaled by {larger:.3g} and {longer:.3g}, its memory by {larger:.3g}.",
+        "Our peak_mib is the main process's peak plus that of its largest worker times their "
+        "number, mapped file pages included (ru_maxrss).",
+    ]
+    return rows, notes
+
+
+def _make(root: Path, names: list[str], scale: float) -> dict[str, int]:
+    num_scenes = min(len(names), max(1, round(TRAINVAL_SCENES * scale)))
+    return write_tables(root, names[:num_scenes], max(1, round(TRAINVAL_SAMPLES * scale)))
+
+
+def _measure(script: str, *arguments: object) -> dict[str, Any]:
+    """What a fresh process says of itself in its last line."""
+    root, cache, number = arguments
+    command = [sys.executable, "-c", _PREAMBLE + script]
+    command += [str(root), VERSION, str(cache), str(number)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
