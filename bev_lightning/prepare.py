@@ -1,8 +1,8 @@
 """``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``: make the index of a
-data set, with ``data/paste=published`` the ground-truth database to paste too, and report what they
-hold.
+data set, with ``data/paste=published`` the ground-truth database too, and report what they hold.
 
-Training makes both itself where they are absent; this shows first what there is.
+Training makes both itself where they are absent; this shows first what there is. Killed and started
+again, it goes on where it was.
 """
 
 from omegaconf import DictConfig
@@ -19,25 +19,36 @@ def main(cfg: DictConfig) -> None:
     from pathlib import Path
 
     from bev_lightning.assembly import build_data
-    from bev_lightning.data.index import build_index
     from bev_lightning.data.report import make_report
 
-    began = time.perf_counter()
     # Whole, so that what the model reads and how it is loaded are checked as a run would.
     data = build_data(cfg)
-    data.prepare_data()
-    made = time.perf_counter()
-    index = build_index(data.root, data.version, data.cache_dir, data.num_workers)
-    report = make_report(index, data.classes)
-    counted = time.perf_counter()
+    times = [time.perf_counter()]
+    index = data.open_index(renew=True)
+    times.append(time.perf_counter())
+    objects = data.open_ground_truth(index, renew=True) if data.paste is not None else None
+    times.append(time.perf_counter())
+    report = make_report(index, data.classes, data.num_workers)
+    times.append(time.perf_counter())
+
+    seconds = {
+        name: round(end - start, 3)
+        for name, start, end in zip(
+            ("index", "ground_truth", "report"), times[:-1], times[1:], strict=True
+        )
+    }
     print(report.to_text())
-    result = {**report.to_json(), "seconds": {"prepare": made - began, "report": counted - made}}
-    if data.paste is not None:
-        objects = data.open_ground_truth(index)
+    print("seconds: " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()))
+    result = {**report.to_json(), "seconds": seconds}
+    if objects is not None and data.paste is not None:
         counts = objects.counts(data.classes, data.paste.min_points)
         found = ", ".join(f"{name} {num}" for name, num in counts.items())
         print(f"objects to paste, of {objects.sweeps} sweeps and the key frame: {found}")
-        result["objects"] = {"path": str(objects.path), "sweeps": objects.sweeps, "num": counts}
+        result["ground_truth"] = {
+            "path": str(objects.path),
+            "sweeps": objects.sweeps,
+            "num": counts,
+        }
     path = Path(cfg.paths.run) / "prepare.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -160,11 +160,15 @@ class DetectionDataModule(LightningDataModule):
         if stage in (None, "predict") and "predict" not in self._frames:
             self._frames["predict"] = self._evaluation_source(with_targets=False)
 
-    def open_index(self) -> Index:
-        """The index of the data set, either made where it is absent. Looks for no sensor's file."""
+    def open_index(self, renew: bool = False) -> Index:
+        """The index of the data set, either made where it is absent. Looks for no sensor's file.
+
+        Args:
+            renew: make an index of another schema anew instead of refusing it.
+        """
         if self.synthetic is not None:
             generate(Path(self.root), self.synthetic, self.num_workers)
-        return build_index(self.root, self.version, self.cache_dir, self.num_workers)
+        return build_index(self.root, self.version, self.cache_dir, self.num_workers, renew)
 
     def warn_of_derived_motion(self) -> None:
         """Name the scenes without CAN bus files: for models that read them, after :meth:`setup`."""
@@ -185,10 +189,13 @@ class DetectionDataModule(LightningDataModule):
             f"read what was measured"
         )
 
-    def open_ground_truth(self, index: Index) -> GroundTruthDatabase:
-        """What pasting draws from: the objects of the training split, made where it is absent."""
+    def open_ground_truth(self, index: Index, renew: bool = False) -> GroundTruthDatabase:
+        """What pasting draws from: the objects of the training split, made where it is absent;
+        ``renew`` as of :meth:`open_index`."""
         lidar = check_inputs(self.inputs)
-        return build_ground_truth(index, self.train_split, lidar, self.on_missing, self.num_workers)
+        return build_ground_truth(
+            index, self.train_split, lidar, self.on_missing, self.num_workers, renew
+        )
 
     @property
     def train_tokens(self) -> tuple[str, ...]:

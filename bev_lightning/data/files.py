@@ -4,6 +4,7 @@ size."""
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from bev_lightning.errors import InputError
 
@@ -17,6 +18,42 @@ _PCD_TYPES = {
     ("U", 2): "<u2",
     ("U", 4): "<u4",
 }
+
+
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+
+
+def find_fault(path: Path, size: tuple[int, int]) -> str:
+    """What is wrong with a sensor file as far as its ends tell: ``missing``, a reason, or nothing.
+
+    Reads a few bytes of images and lidar files, so that a whole data set can be gone through.
+
+    Args:
+        path: an image (jpg, png), a lidar file (.pcd.bin) or a radar file (.pcd).
+        size: height and width that an image must have [pixels].
+    """
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes == 0:
+            return "0 bytes"
+        if path.name.endswith(".pcd.bin"):
+            return f"{num_bytes} bytes, no multiple of 20" if num_bytes % 20 else ""
+        if path.suffix == ".pcd":
+            read_radar_file(path)
+            return ""
+        with open(path, "rb") as file:
+            image = Image.open(file, formats=("JPEG", "PNG"))
+            file.seek(max(0, num_bytes - 64))
+            tail = file.read().rstrip(b"\0\r\n")
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, ValueError, SyntaxError) as error:
+        return describe(error)
+    if not tail.endswith(_ENDS[str(image.format)]):
+        return f"{num_bytes} bytes, the end of the {image.format} is missing"
+    if (image.height, image.width) != size:
+        return f"{image.width}x{image.height} pixels, the tables say {size[1]}x{size[0]}"
+    return ""
 
 
 def read_lidar_file(path: Path) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The ground-truth database: boxes of the training scenes with the lidar points in them.
 
-One memory-mapped Arrow file beside the index. :mod:`bev_lightning.data.ground_truth_writer` makes it,
-:mod:`bev_lightning.data.paste` draws from it.
+One memory-mapped Arrow file beside the index. :mod:`bev_lightning.data.ground_truth_writer` makes
+it, :mod:`bev_lightning.data.paste` draws from it.
 """
 
 import json
@@ -49,8 +49,9 @@ class GroundTruthDatabase:
         notes = json.loads(reader.schema.metadata[b"bev_lightning"])
         if notes["schema"] != SCHEMA_VERSION:
             raise InputError(
-                f"the ground-truth database {path} has schema {notes['schema']}, this program reads "
-                f"{SCHEMA_VERSION}: remove the file, it is made anew"
+                f"the ground-truth database {path} has schema {notes['schema']} and this program "
+                f"reads {SCHEMA_VERSION}: python -m bev_lightning.prepare with the model= and "
+                f"data= settings of this run makes it anew"
             )
         self.stamp: str = notes["stamp"]
         self.sweeps: int = notes["sweeps"]
@@ -76,8 +77,8 @@ class GroundTruthDatabase:
             here, wanted = getattr(self, name), getattr(lidar, name)
             if here != wanted:
                 raise InputError(
-                    f"the ground-truth database {self.path} was made with {name} = {here} and the model "
-                    f"reads {name} = {wanted}, so that pasted objects would be told by their "
+                    f"the ground-truth database {self.path} was made with {name} = {here} and the "
+                    f"model reads {name} = {wanted}, so that pasted objects would be told by their "
                     f"points: set model.inputs.lidar.{name}={here}, or remove the file and it is "
                     f"made anew"
                 )

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +18,13 @@ from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.ground_truth import SCHEMA, SCHEMA_VERSION, GroundTruthDatabase
 from bev_lightning.data.index import Index
 from bev_lightning.data.paste import points_inside
-from bev_lightning.data.processes import map_in_processes
+from bev_lightning.data.processes import make_parts, open_parts, parts_folder, read_part
 from bev_lightning.data.reader import read_points
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs, LidarInput
 
-_SAMPLES_PER_JOB = 16
+_SAMPLES_PER_PART = 32
 # Farther than any lidar sees: a model's range cuts what is pasted, not what is kept.
 _EVERYWHERE = (-1000.0, -1000.0, -100.0, 1000.0, 1000.0, 100.0)
 
@@ -32,11 +35,13 @@ def build_ground_truth(
     lidar: LidarInput,
     on_missing: Literal["error", "skip"] = "error",
     num_workers: int = 0,
+    renew: bool = False,
 ) -> GroundTruthDatabase:
     """Open the database of a split, making it first where it is absent or out of date.
 
     It lies beside the index and is keyed like it; each number of sweeps has its own. Several
-    processes may call this at once: one makes it, the others wait.
+    processes may call this at once: one makes it, the others wait. It is made in parts; after a
+    kill, the parts that were finished are not made again.
 
     Args:
         index: of the data root.
@@ -44,19 +49,22 @@ def build_ground_truth(
         lidar: sweeps and least distance of the model's points.
         on_missing: refuse samples whose files are missing or cannot be read, or leave them out.
         num_workers: processes that read.
+        renew: make a database of another schema anew instead of refusing it.
 
     Raises:
         InputError: a file is missing or broken and on_missing is "error", or the file of that name
-            was made for another number of sweeps.
+            is of another schema or was made for another number of sweeps.
     """
     path = ground_truth_path(index, split, lidar)
     tokens = index.split(split)
     stamp = _stamp(index, tokens, lidar)
-    database = _open_current(path, stamp, lidar)
+    database = _open_current(path, stamp, lidar, renew)
     if database is not None:
         return database
     with lock(path.with_suffix(".lock")):
-        database = _open_current(path, stamp, lidar)  # another process may have made it meanwhile
+        database = _open_current(
+            path, stamp, lidar, renew
+        )  # another process may have made it meanwhile
         if database is None:
             _write(path, stamp, index, tokens, lidar, on_missing, num_workers)
             database = GroundTruthDatabase(path)
@@ -75,11 +83,17 @@ def _stamp(index: Index, tokens: Sequence[str], lidar: LidarInput) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _open_current(path: Path, stamp: str, lidar: LidarInput) -> GroundTruthDatabase | None:
+def _open_current(
+    path: Path, stamp: str, lidar: LidarInput, renew: bool
+) -> GroundTruthDatabase | None:
     try:
         database = GroundTruthDatabase(path)
-    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError, InputError):
-        return None  # absent, no database, or of another schema: it is made anew
+    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError):
+        return None  # absent, or no database: it is made anew
+    except InputError:
+        if renew:
+            return None
+        raise
     database.check(lidar)
     return database if database.stamp == stamp else None
 
@@ -100,8 +114,14 @@ def _write(
         DETECTION_CLASSES,
         on_missing=on_missing,
     )
-    starts = range(0, len(source), _SAMPLES_PER_JOB)
-    jobs = [source.with_tokens(source.tokens[i : i + _SAMPLES_PER_JOB]) for i in starts]
+    # Which samples a part holds depends on the files that are there.
+    present = hashlib.sha256("\n".join([stamp, *source.tokens]).encode()).hexdigest()
+    folder = open_parts(path, present)
+    jobs = {
+        folder / f"{start}.arrow": source.tokens[start : start + _SAMPLES_PER_PART]
+        for start in range(0, len(source), _SAMPLES_PER_PART)
+    }
+    make_parts(partial(_cut, source), jobs, num_workers, "cutting out objects")
     notes = {
         "schema": SCHEMA_VERSION,
         "stamp": stamp,
@@ -109,11 +129,14 @@ def _write(
         "min_distance": lidar.min_distance,
     }
     schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
-    skipped = dict(source.dropped)
-    with replace_file(path) as file, pa.ipc.new_file(file, schema) as writer:
-        for batch, broken in map_in_processes(_cut, jobs, num_workers):
-            writer.write_batch(batch)
-            skipped.update(broken)
+    skipped, whole = dict(source.dropped), folder / "whole.arrow"
+    with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
+        for part in jobs:
+            batch = read_part(part)[0]
+            skipped.update(json.loads(batch.schema.metadata[b"skipped"]))
+            writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    os.replace(whole, path)
+    shutil.rmtree(parts_folder(path))
     if skipped:
         warnings.warn(
             f"{len(skipped)} samples gave no objects to paste because their files are missing or "
@@ -122,8 +145,10 @@ def _write(
         )
 
 
-def _cut(source: FrameSource) -> tuple[pa.RecordBatch, dict[str, str]]:
-    """The objects of some samples, and the sentence for each sample that cannot be read."""
+def _cut(whole: FrameSource, tokens: Sequence[str]) -> pa.RecordBatch:
+    """The objects of some samples; its metadata ``skipped`` are the sentences for samples that
+    cannot be read."""
+    source = whole.with_tokens(tokens)
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     skipped: dict[str, str] = {}
     lidar = source.inputs.lidar
@@ -149,5 +174,5 @@ def _cut(source: FrameSource) -> tuple[pa.RecordBatch, dict[str, str]]:
             columns["box"].append(rows[box].numpy())
             columns["num_points"].append(len(inside))
             columns["points"].append(points[inside].reshape(-1))
-    batch = pa.RecordBatch.from_pydict(columns, schema=SCHEMA)
-    return batch, skipped
+    schema = SCHEMA.with_metadata({"skipped": json.dumps(skipped)})
+    return pa.RecordBatch.from_pydict(columns, schema=schema)

@@ -54,7 +54,10 @@ class Index:
         stamp: changes when what it was made from does.
         splits: scene names of each split that has scenes here.
         scenes_without_can_bus: names, in the tables' order.
+        channels, detections: names that numbers in the file stand for: of the sensors, and of each
+            category in the detection task.
         tokens: sample tokens, scene by scene, forward in time.
+        num_batches: of the file, with whole scenes in each.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
@@ -72,8 +75,12 @@ class Index:
             )
         self.splits = {name: tuple(scenes) for name, scenes in notes["splits"].items()}
         self.scenes_without_can_bus = tuple(notes["scenes_without_can_bus"])
-        self._notes = notes
-        self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self.channels = tuple(notes["channels"])
+        self.detections = tuple(notes["detections"])
+        self.num_batches: int = reader.num_record_batches
+        self._categories: list[str] = notes["categories"]
+        self._attributes: list[str] = [*notes["attributes"], ""]  # -1 is none
+        self._batches = [reader.get_batch(number) for number in range(self.num_batches)]
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
         self._lists: dict[int, dict[str, dict[str, Any]]] = {}
         self.tokens = [
@@ -151,9 +158,9 @@ class Index:
         return self._lists[number]
 
     def _readings(self, values: dict[str, Any], calibrations: dict[str, Any]) -> Readings:
-        which, names = values["calibration"], self._notes["channels"]
+        which = values["calibration"]
         return Readings(
-            channel=tuple(names[number] for number in values["channel"].tolist()),
+            channel=tuple(self.channels[number] for number in values["channel"].tolist()),
             depth=values["depth"].astype(np.int64),
             token=values["token"],
             path=values["path"],
@@ -165,15 +172,13 @@ class Index:
         )
 
     def _annotations(self, values: dict[str, Any]) -> Annotations:
-        categories, detections = self._notes["categories"], self._notes["detections"]
         category = values["category"].tolist()
-        attributes = [*self._notes["attributes"], ""]  # -1 is none
         return Annotations(
             token=values["token"],
             instance=values["instance"],
-            category=tuple(categories[number] for number in category),
-            detection=tuple(detections[number] for number in category),
-            attribute=tuple(attributes[number] for number in values["attribute"].tolist()),
+            category=tuple(self._categories[number] for number in category),
+            detection=tuple(self.detections[number] for number in category),
+            attribute=tuple(self._attributes[number] for number in values["attribute"].tolist()),
             centre=values["centre"],
             size=values["size"],
             rotation=values["rotation"],

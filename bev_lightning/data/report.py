@@ -1,23 +1,52 @@
-"""What a data set holds, counted: the report of ``prepare``."""
+"""What a data set holds, counted, and which of its files cannot be used: the report of
+``prepare``."""
 
-from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
 
+from bev_lightning.data.files import find_fault
 from bev_lightning.data.index import Index
-from bev_lightning.data.missing import find_missing
+from bev_lightning.data.processes import map_in_processes, read_part
+
+_SHOWN = 5
 
 
-@dataclass(frozen=True)
+@dataclass
 class Files:
-    """Files of one sensor: what the tables name, and how many of them are missing."""
+    """Files of one sensor: what the tables name, how many are missing, how many are corrupt."""
 
-    key_frames: int
-    missing_key_frames: int
-    sweeps: int
-    missing_sweeps: int
+    key_frames: int = 0
+    missing_key_frames: int = 0
+    corrupt_key_frames: int = 0
+    sweeps: int = 0
+    missing_sweeps: int = 0
+    corrupt_sweeps: int = 0
+
+
+@dataclass
+class Counts:
+    """Sums over samples; the attributes are those of :class:`Report`.
+
+    Attributes:
+        boxes: of each class, and of everything else under the empty name.
+        corrupt: reason by path.
+    """
+
+    num_scenes: int = 0
+    num_samples: int = 0
+    num_zero_point_boxes: int = 0
+    num_nan_velocities: int = 0
+    num_samples_without_boxes: int = 0
+    boxes: dict[str, int] = field(default_factory=dict)
+    files: dict[str, Files] = field(default_factory=dict)
+    corrupt: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,6 +65,7 @@ class Report:
             velocity.
         num_samples_without_boxes: samples without a box of the classes.
         files: per sensor.
+        corrupt_files: reason by path: empty, cut, of another size than the tables say.
         scenes_without_can_bus: scenes whose ego motion comes from the ego poses.
     """
 
@@ -52,6 +82,7 @@ class Report:
     num_nan_velocities: int
     num_samples_without_boxes: int
     files: dict[str, Files]
+    corrupt_files: dict[str, str]
     scenes_without_can_bus: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -60,6 +91,7 @@ class Report:
 
     def to_text(self) -> str:
         """A table for people."""
+        corrupt = [f"{path}: {reason}" for path, reason in self.corrupt_files.items()]
         rows = [
             ("data set", f"{self.version} at {self.root}"),
             ("scenes", str(self.num_scenes)),
@@ -73,66 +105,136 @@ class Report:
             ("samples without boxes", str(self.num_samples_without_boxes)),
             ("scenes without CAN bus", _name(self.scenes_without_can_bus)),
             *((f"files of {channel}", _describe(files)) for channel, files in self.files.items()),
+            ("corrupt files", str(len(corrupt))),
+            *(("", line) for line in corrupt[:_SHOWN]),
+            *([("", "...")] if len(corrupt) > _SHOWN else []),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def make_report(index: Index, classes: tuple[str, ...]) -> Report:
-    """Count one pass over the index and look for every file it names."""
-    boxes: Counter[str] = Counter()
-    zero_point = nan_velocity = without = 0
-    paths: dict[str, tuple[set[str], set[str]]] = {}
-    scenes = set()
-    for token in index.tokens:
-        sample = index.sample(token)
-        scenes.add(sample.scene_token)
-        notes = sample.annotations
-        ours = np.array([name in classes for name in notes.detection], dtype=bool)
-        boxes.update(name if mine else "" for name, mine in zip(notes.detection, ours, strict=True))
-        zero_point += int((ours & (notes.num_lidar_pts + notes.num_radar_pts == 0)).sum())
-        nan_velocity += int((ours & np.isnan(notes.velocity[:, :2]).any(axis=1)).sum())
-        without += int(not ours.any())
-        for channel, depth, path in zip(
-            sample.readings.channel, sample.readings.depth, sample.readings.path, strict=True
-        ):
-            keys, sweeps = paths.setdefault(channel, (set(), set()))
-            (sweeps if depth else keys).add(path)
-    files = {}
-    for channel, (keys, sweeps) in sorted(paths.items()):
-        sweeps -= keys  # going back from one key frame, the next is met
-        files[channel] = Files(
-            key_frames=len(keys),
-            missing_key_frames=len(find_missing(index.root, keys)),
-            sweeps=len(sweeps),
-            missing_sweeps=len(find_missing(index.root, sweeps)),
-        )
+def make_report(index: Index, classes: Sequence[str], num_workers: int = 0) -> Report:
+    """Count what the index holds and look into every file that it names, as they are now.
+
+    Args:
+        index: of the data set.
+        classes: detection classes to count.
+        num_workers: processes.
+    """
+    count = partial(
+        _count, index.path, index.root, index.channels, index.detections, tuple(classes)
+    )
+    counts, numbers = Counts(), range(index.num_batches)
+    for part in tqdm(
+        map_in_processes(count, numbers, num_workers),
+        "checking files",
+        index.num_batches,
+        unit="part",
+        delay=1,
+        mininterval=1,
+    ):
+        _add(counts, part)
     return Report(
         root=str(index.root),
         version=index.version,
         index=str(index.path),
-        num_scenes=len(scenes),
-        num_samples=len(index),
-        num_boxes=sum(boxes.values()),
+        num_scenes=counts.num_scenes,
+        num_samples=counts.num_samples,
+        num_boxes=sum(counts.boxes.values()),
         samples_per_split={name: len(index.split(name)) for name in sorted(index.splits)},
-        boxes_per_class={name: boxes[name] for name in classes},
-        num_other_boxes=boxes[""],
-        num_zero_point_boxes=zero_point,
-        num_nan_velocities=nan_velocity,
-        num_samples_without_boxes=without,
-        files=files,
+        boxes_per_class={name: counts.boxes.get(name, 0) for name in classes},
+        num_other_boxes=counts.boxes.get("", 0),
+        num_zero_point_boxes=counts.num_zero_point_boxes,
+        num_nan_velocities=counts.num_nan_velocities,
+        num_samples_without_boxes=counts.num_samples_without_boxes,
+        files=dict(sorted(counts.files.items())),
+        corrupt_files=counts.corrupt,
         scenes_without_can_bus=index.scenes_without_can_bus,
     )
 
 
+def _count(
+    path: Path,
+    root: Path,
+    channels: Sequence[str],
+    detections: Sequence[str],
+    classes: Sequence[str],
+    number: int,
+) -> Counts:
+    """One batch of the index, by its columns."""
+    batch = read_part(path)[number]
+    counts = Counts(num_samples=batch.num_rows)
+    counts.num_scenes = len(batch.column("scene_token").unique())
+    names = np.array([name if name in classes else "" for name in detections], object)
+    class_of_box = names[_values(batch, "annotations.category")]
+    ours = (class_of_box != "").astype(bool)
+    counts.boxes = {name: int((class_of_box == name).sum()) for name in {*names.tolist(), ""}}
+    points = _values(batch, "annotations.num_lidar_pts", "annotations.num_radar_pts")
+    counts.num_zero_point_boxes = int((ours & (points == 0)).sum())
+    velocity = batch.column("annotations.velocity").values.values.to_numpy().reshape(-1, 3)
+    counts.num_nan_velocities = int((ours & np.isnan(velocity[:, :2]).any(axis=1)).sum())
+    starts = batch.column("annotations.category").offsets.to_numpy()
+    own = np.concatenate([[0], np.cumsum(ours)])
+    counts.num_samples_without_boxes = int((own[starts[1:]] == own[starts[:-1]]).sum())
+
+    counts.files = {channel: Files() for channel in channels}
+    paths = batch.column("readings.path").values.to_pylist()
+    sizes = batch.column("readings.size").values.values.to_numpy().reshape(-1, 2).tolist()
+    lanes = _values(batch, "readings.channel").tolist()
+    sweep = _values(batch, "readings.depth") > 0
+    seen: set[str] = set()
+    # Key frames first: going back from one key frame, the one before is met among the sweeps.
+    for row in np.argsort(sweep, kind="stable").tolist():
+        if paths[row] in seen:
+            continue
+        seen.add(paths[row])
+        files, kind = counts.files[channels[lanes[row]]], "sweeps" if sweep[row] else "key_frames"
+        height, width = sizes[row]
+        fault = find_fault(root / paths[row], (height, width))
+        setattr(files, kind, getattr(files, kind) + 1)
+        if fault:
+            name = f"{'missing' if fault == 'missing' else 'corrupt'}_{kind}"
+            setattr(files, name, getattr(files, name) + 1)
+        if fault not in ("", "missing"):
+            counts.corrupt[paths[row]] = fault
+    return counts
+
+
+def _values(batch: pa.RecordBatch, *names: str) -> np.ndarray:
+    """The numbers in lists of a batch; of several columns the sum."""
+    return np.sum([batch.column(name).values.to_numpy() for name in names], axis=0)
+
+
+def _add(total: Counts, part: Counts) -> None:
+    total.num_scenes += part.num_scenes
+    total.num_samples += part.num_samples
+    total.num_zero_point_boxes += part.num_zero_point_boxes
+    total.num_nan_velocities += part.num_nan_velocities
+    total.num_samples_without_boxes += part.num_samples_without_boxes
+    for name, num in part.boxes.items():
+        total.boxes[name] = total.boxes.get(name, 0) + num
+    for channel, files in part.files.items():
+        whole = total.files.setdefault(channel, Files())
+        for name, num in vars(files).items():
+            setattr(whole, name, getattr(whole, name) + num)
+    total.corrupt.update(part.corrupt)
+
+
 def _name(scenes: tuple[str, ...]) -> str:
-    shown = ", ".join(scenes[:5]) + (", ..." if len(scenes) > 5 else "")
+    shown = ", ".join(scenes[:_SHOWN]) + (", ..." if len(scenes) > _SHOWN else "")
     return f"{len(scenes)} ({shown})" if scenes else "0"
 
 
 def _describe(files: Files) -> str:
-    text = f"{files.key_frames} key frames"
-    if files.missing_key_frames:
-        text += f" ({files.missing_key_frames} missing)"
-    text += f", {files.sweeps} sweeps"
-    return text + (f" ({files.missing_sweeps} missing)" if files.missing_sweeps else "")
+    return ", ".join(
+        f"{num} {what}{_bad(missing, corrupt)}"
+        for num, what, missing, corrupt in (
+            (files.key_frames, "key frames", files.missing_key_frames, files.corrupt_key_frames),
+            (files.sweeps, "sweeps", files.missing_sweeps, files.corrupt_sweeps),
+        )
+    )
+
+
+def _bad(missing: int, corrupt: int) -> str:
+    found = [f"{num} {word}" for num, word in ((missing, "missing"), (corrupt, "corrupt")) if num]
+    return f" ({', '.join(found)})" if found else ""

@@ -50,5 +50,5 @@ SCHEMA = pa.schema(
         ),
     ]
 )
-"""One row a sample, scene by scene, forward in time; whole scenes in each record batch. The schema's
-metadata ``bev_lightning`` are the notes, JSON."""
+"""One row a sample, scene by scene, forward in time; whole scenes in each record batch. The
+metadata ``bev_lightning`` of the schema are the notes, JSON."""

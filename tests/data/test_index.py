@@ -1,5 +1,6 @@
 """The Arrow index: round trip, one for all spellings, anew when tables change."""
 
+import io
 import json
 import multiprocessing
 import os
@@ -12,13 +13,15 @@ import time
 from pathlib import Path
 
 import numpy as np
+import nuscenes.utils.splits  # noqa: F401  once, not in each forked process
 import pytest
+from PIL import Image
 
 from bev_lightning.data import index as index_module
 from bev_lightning.data.index import build_index
 from bev_lightning.data.missing import find_missing
 from bev_lightning.data.processes import map_in_processes
-from bev_lightning.data.report import make_report
+from bev_lightning.data.report import Files, make_report
 from bev_lightning.errors import InputError
 
 VERSION = "v1.0-mini"
@@ -54,43 +57,46 @@ def test_parts_and_processes_do_not_change_a_byte(make_tree, tmp_path: Path, mon
     ]
 
 
-KILL = """
-import os, signal, sys
-from pathlib import Path
-from bev_lightning.data import index
-root, cache, num_writes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-index._PIECE_BYTES, index._SCENES_PER_PART = 3000, 1
-replace, left = os.replace, [num_writes]
-def count(source, target):
-    if left[0] == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    print(Path(target).name, flush=True)
-    replace(source, target)
-os.replace = count
-index.build_index(root, "v1.0-mini", cache)
-"""
+def build_until(num_writes: int, written: Path, root: Path, cache: Path) -> None:
+    """In a process of its own: killed before it would put one more file in its place."""
+    replace, left = os.replace, [num_writes]
+
+    def count(source: str, target: Path) -> None:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        with written.open("a") as file:
+            file.write(f"{Path(target).name}\n")
+        replace(source, target)
+
+    index_module._PIECE_BYTES, index_module._SCENES_PER_PART = 3000, 1
+    os.replace = count
+    build_index(root, VERSION, cache)
 
 
-@pytest.mark.parametrize("num_writes", [0, 3, 11])
-def test_a_killed_build_goes_on_to_the_same_bytes(make_tree, tmp_path, num_writes) -> None:
-    root, cache = make_tree(can_bus=["scene-0061"]), tmp_path / "cache"
+def test_a_killed_build_goes_on_to_the_same_bytes(make_tree, tmp_path: Path) -> None:
+    root = make_tree(can_bus=["scene-0061"])
 
-    def start(where: Path, num_writes: int) -> tuple[int, list[str]]:
-        command = [sys.executable, "-c", KILL, str(root), str(where), str(num_writes)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        return done.returncode, done.stdout.split()
+    def start(where: str, num_writes: int) -> int | None:
+        args = (num_writes, tmp_path / f"{where}.txt", root, tmp_path / where)
+        process = multiprocessing.get_context("fork").Process(target=build_until, args=args)
+        process.start()
+        process.join()
+        return process.exitcode
 
-    code, every = start(tmp_path / "undisturbed", -1)
-    assert code == 0 and len(every) > 12
-    code, before = start(cache, num_writes)
-    assert code == -signal.SIGKILL and len(before) == num_writes
-    code, after = start(cache, -1)
-    # What was written is not written again: no work is done twice but the part that was cut off.
-    assert code == 0 and before + after == every
-    name = every[-1]
-    assert (cache / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
-    assert {path.suffix for path in cache.iterdir()} == {".arrow", ".lock"}
+    assert start("undisturbed", -1) == 0
+    every = (tmp_path / "undisturbed.txt").read_text().split()
+    assert len(every) > 12 and every[-2:] == ["index.arrow", every[-1]]
+    for num_writes in (0, 3, len(every) - 4):  # in the first part, the tables and the scenes
+        where = f"killed-{num_writes}"
+        assert start(where, num_writes) == -signal.SIGKILL
+        assert start(where, 1) == -signal.SIGKILL
+        assert start(where, -1) == 0
+        # What was written is not written again: no work is done twice but the part cut off.
+        assert (tmp_path / f"{where}.txt").read_text().split() == every
+        one, two = (tmp_path / name / every[-1] for name in (where, "undisturbed"))
+        assert one.read_bytes() == two.read_bytes()
+        assert {path.suffix for path in one.parent.iterdir()} == {".arrow", ".lock"}
 
 
 def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
@@ -109,13 +115,9 @@ def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL and len(done.stdout.split()) >= 1
 
 
-def test_a_killed_worker_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="one of 2 processes was killed.*data.num_workers"):
-        list(map_in_processes(kill_itself, [0, 1], 2))
-
-
-def kill_itself(job: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def test_a_killed_worker_is_a_sentence() -> None:
+    with pytest.raises(InputError, match=r"one of 2 processes was killed.*data.num_workers"):
+        list(map_in_processes(os._exit, [1, 1], 2))
 
 
 def test_every_spelling_of_the_root_is_one_index(make_tree, tmp_path: Path, monkeypatch) -> None:
@@ -232,22 +234,52 @@ def test_missing_files_and_report(make_tree, tmp_path: Path) -> None:
     assert report.boxes_per_class == {"car": 2, "barrier": 2, "bus": 0}
     assert report.num_other_boxes == 4 and report.num_zero_point_boxes == 2
     assert report.num_nan_velocities == 4 and report.num_samples_without_boxes == 1
-    lidar = report.files["LIDAR_TOP"]
-    assert (lidar.key_frames, lidar.missing_key_frames, lidar.sweeps, lidar.missing_sweeps) == (
-        3,
-        1,
-        2,
-        0,
-    )
-    assert report.samples_per_split["mini_train"] == 2
-    assert "(1 missing)" in report.to_text() and json.dumps(report.to_json())
+    assert report.files["LIDAR_TOP"] == Files(key_frames=3, missing_key_frames=1, sweeps=2)
+    assert report.files["CAM_FRONT"] == Files(key_frames=3)
+    assert report.files["RADAR_FRONT"] == Files(key_frames=3, sweeps=2)
+    assert report.samples_per_split["mini_train"] == 2 and report.corrupt_files == {}
+    assert "3 key frames (1 missing), 2 sweeps" in report.to_text()
+    assert json.loads(json.dumps(report.to_json()))["files"]["LIDAR_TOP"]["sweeps"] == 2
 
 
-@pytest.mark.skipif("BEV_NUSCENES_DIR" not in os.environ, reason="BEV_NUSCENES_DIR is not set")
-def test_real_tree(tmp_path: Path) -> None:
-    index = build_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
+def test_report_names_corrupt_files(make_tree, tmp_path: Path) -> None:
+    root = make_tree(scenes=(("scene-0061", 3), ("scene-0103", 2)))
+    whole = (root / "samples/CAM_FRONT/scene-0061_1_CAM_FRONT_0.jpg").read_bytes()
+
+    def put(path: str, content: bytes) -> str:
+        assert (root / path).is_file()
+        (root / path).write_bytes(content)
+        return path
+
+    small = io.BytesIO()
+    Image.new("RGB", (80, 90)).save(small, "JPEG")
+    num = len(whole) // 2
+    camera, lidar = "samples/CAM_FRONT/scene-0061", "samples/LIDAR_TOP/scene-0061"
+    expected = {
+        put(f"{camera}_0_CAM_FRONT_0.jpg", whole[:num]): (
+            f"{num} bytes, the end of the JPEG is missing"
+        ),
+        put(f"{camera}_1_CAM_FRONT_0.jpg", b""): "0 bytes",
+        put(f"{camera}_2_CAM_FRONT_0.jpg", b"these are words"): "not an image",
+        put("samples/CAM_BACK/scene-0103_0_CAM_BACK_0.jpg", small.getvalue()): (
+            "80x90 pixels, the tables say 160x90"
+        ),
+        put(f"{lidar}_0_LIDAR_TOP_0.pcd.bin", b"x" * 4001): "4001 bytes, no multiple of 20",
+        put("sweeps/LIDAR_TOP/scene-0061_1_LIDAR_TOP_1.pcd.bin", b""): "0 bytes",
+    }
+    radar = put("samples/RADAR_FRONT/scene-0061_0_RADAR_FRONT_0.pcd", b"# .PCD v0.7")
+    report = make_report(build_index(root, VERSION, tmp_path / "cache"), ("car",))
+    assert "is not a whole binary .pcd" in report.corrupt_files.pop(radar)
+    assert report.corrupt_files == expected
+    assert report.files["CAM_FRONT"] == Files(key_frames=5, corrupt_key_frames=3)
+    assert report.files["LIDAR_TOP"].corrupt_sweeps == 1
+    assert "5 key frames (3 corrupt)" in report.to_text() and "\n...\n" not in report.to_text()
+
+
+def test_real_tree(nuscenes_dir: Path, tmp_path: Path) -> None:
+    index = build_index(nuscenes_dir, VERSION, tmp_path / "cache")
     assert index.scenes_without_can_bus == ("scene-0003", "scene-0001")
     report = make_report(index, ("car", "pedestrian"))
     assert report.num_boxes == 168 and report.samples_per_split["real_lidar"] == 2
-    assert report.files["LIDAR_TOP"].missing_key_frames == 3
-    assert report.files["CAM_FRONT"].missing_key_frames == 0
+    assert report.files["LIDAR_TOP"] == Files(key_frames=5, missing_key_frames=3)
+    assert report.files["CAM_FRONT"] == Files(key_frames=5) and report.corrupt_files == {}

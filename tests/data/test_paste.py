@@ -1,12 +1,16 @@
 """Objects cut out and pasted: database, draw, collisions, points, both loaders."""
 
+import multiprocessing
+import os
 import pickle
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from bev_lightning.data import ground_truth, ground_truth_writer
 from bev_lightning.data.augment import Augment
 from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.ground_truth import GroundTruthDatabase
@@ -103,6 +107,51 @@ def test_database_is_kept_and_made_anew_when_the_tables_change(index, database) 
     changed = build_index(index.root, VERSION, index.path.parent)
     assert build_ground_truth(changed, "mini_train", LIDAR, num_workers=2).stamp != database.stamp
     assert not list(path.parent.glob("*.tmp"))
+
+
+def cut_until(num_writes: int, index, where: Path) -> None:
+    """In a process of its own: killed before it would put one more file in its place."""
+    replace, left = os.replace, [num_writes]
+
+    def count(source: str, target: Path) -> None:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        with where.open("a") as file:
+            file.write(f"{Path(target).name}\n")
+        replace(source, target)
+
+    os.replace, ground_truth_writer._SAMPLES_PER_PART = count, 1
+    build_ground_truth(index, "mini_train", LIDAR)
+
+
+def test_a_killed_database_goes_on_to_the_same_bytes(index, tmp_path: Path) -> None:
+    def start(where: str, num_writes: int) -> int | None:
+        args = (num_writes, index, tmp_path / where)
+        process = multiprocessing.get_context("fork").Process(target=cut_until, args=args)
+        process.start()
+        process.join()
+        return process.exitcode
+
+    assert start("undisturbed", -1) == 0
+    path = ground_truth_path(index, "mini_train", LIDAR)
+    expected, every = path.read_bytes(), (tmp_path / "undisturbed").read_text().split()
+    assert every == ["0.arrow", "1.arrow", "2.arrow", "whole.arrow", path.name]
+    path.unlink()
+    assert start("killed", 1) == start("killed", 0) == start("killed", 2) == -signal.SIGKILL
+    assert start("killed", -1) == 0
+    assert (tmp_path / "killed").read_text().split() == every[:4] + every[3:]
+    assert path.read_bytes() == expected and not path.with_suffix(".parts").exists()
+
+
+def test_a_database_of_another_schema_is_refused_or_renewed(index, monkeypatch) -> None:
+    monkeypatch.setattr(ground_truth_writer, "SCHEMA_VERSION", 999)
+    monkeypatch.setattr(ground_truth, "SCHEMA_VERSION", 999)
+    build_ground_truth(index, "mini_train", LIDAR)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"has schema 999 .*bev_lightning.prepare with the model="):
+        build_ground_truth(index, "mini_train", LIDAR)
+    assert len(build_ground_truth(index, "mini_train", LIDAR, renew=True)) == 6
 
 
 def test_sweeps_are_not_mixed(index, database) -> None:
