@@ -17,8 +17,8 @@ from bev_lightning.data.cache import lock, replace_file
 from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.ground_truth import SCHEMA, SCHEMA_VERSION, GroundTruthDatabase
 from bev_lightning.data.index import Index
+from bev_lightning.data.parts import make_parts, open_parts, parts_folder, read_part
 from bev_lightning.data.paste import points_inside
-from bev_lightning.data.processes import make_parts, open_parts, parts_folder, read_part
 from bev_lightning.data.reader import read_points
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.errors import InputError

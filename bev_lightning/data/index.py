@@ -20,7 +20,7 @@ import pyarrow as pa
 from bev_lightning.data.cache import lock, replace_file
 from bev_lightning.data.catalogue import check_name, read_catalogue
 from bev_lightning.data.join import Joined, join_poses, join_scenes
-from bev_lightning.data.processes import make_parts, open_parts, parts_folder, read_part
+from bev_lightning.data.parts import make_parts, open_parts, parts_folder, read_part
 from bev_lightning.data.records import cut_table
 from bev_lightning.data.sample import Annotations, Readings, Sample
 from bev_lightning.data.schema import PARTS, SCHEMA, SCHEMA_VERSION

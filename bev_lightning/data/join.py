@@ -14,7 +14,7 @@ from bev_lightning.data.can_bus import (
     read_can_bus,
 )
 from bev_lightning.data.catalogue import Catalogue, Scene
-from bev_lightning.data.processes import read_part, write_part
+from bev_lightning.data.parts import read_part, write_part
 from bev_lightning.data.schema import LIDAR, MAX_SWEEPS, PARTS, SCHEMA
 from bev_lightning.data.tables import find_rows, fixed_lists
 from bev_lightning.errors import InputError
@@ -116,8 +116,8 @@ def _join_readings(joined: Joined, first: int, stop: int) -> tuple[_Lists, np.nd
     for depth in range(1, MAX_SWEEPS + 1):
         before = chain[..., depth - 1]
         chain[..., depth] = np.where(before >= 0, previous[before], -1)
-    owner, lane, depth = np.nonzero(chain >= 0)
-    rows = chain[owner, lane, depth]
+    owner, lane, steps = np.nonzero(chain >= 0)
+    rows = chain[owner, lane, steps]
     lidar = _find_lidar(catalogue, chain[..., 0], first)
 
     # Calibrations that a sample's readings share are kept once.
@@ -132,7 +132,7 @@ def _join_readings(joined: Joined, first: int, stop: int) -> tuple[_Lists, np.nd
         _offsets(owner, num),
         {
             "channel": pa.array(lane, pa.int8()),
-            "depth": pa.array(depth, pa.int8()),
+            "depth": pa.array(steps, pa.int8()),
             "token": taken["token"],
             "path": taken["path"],
             "timestamp": taken["timestamp"],

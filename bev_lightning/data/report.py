@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 from bev_lightning.data.files import find_fault
 from bev_lightning.data.index import Index
-from bev_lightning.data.processes import map_in_processes, read_part
+from bev_lightning.data.parts import read_part
+from bev_lightning.data.processes import map_in_processes
 
 _SHOWN = 5
 
