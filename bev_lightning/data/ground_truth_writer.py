@@ -73,9 +73,8 @@ def build_ground_truth(
 
 def ground_truth_path(index: Index, split: str, lidar: LidarInput) -> Path:
     """Where the database of a split lies."""
-    return index.path.with_name(
-        f"{index.path.stem}-ground-truth-{split}-{lidar.sweeps}sweeps.arrow"
-    )
+    name = index.path.stem.removesuffix("-index")
+    return index.path.with_name(f"{name}-ground-truth-{split}-{lidar.sweeps}sweeps.arrow")
 
 
 def _stamp(index: Index, tokens: Sequence[str], lidar: LidarInput) -> str:
