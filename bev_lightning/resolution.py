@@ -2,13 +2,12 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from bev_lightning.accelerate.plan import Machine, choose_num_workers
 from bev_lightning.composition import config_dir
-from bev_lightning.strategies import resolve_strategy
+from bev_lightning.strategies import WHOLE, name_strategy, resolve_strategy
 
 
 def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:
@@ -33,7 +32,7 @@ def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> D
         on_cuda = _resolve_hardware(plain, machine)
         num_local = int(plain.trainer.devices)
     if plain.get("channels_last") == "auto":
-        plain.channels_last = on_cuda and not _shards(plain.trainer.strategy)
+        plain.channels_last = on_cuda and name_strategy(plain) in WHOLE
     if "loader" in plain:
         _resolve_loader(plain, machine, on_cuda, num_local)
         if "data" in plain and "loader" in plain.data:
@@ -63,10 +62,6 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
         trainer.precision = ("bf16-mixed" if bf16 else "16-mixed") if on_cuda else "32-true"
     resolve_strategy(plain, on_cuda)
     return on_cuda
-
-
-def _shards(strategy: Any) -> bool:
-    return "ShardedStrategy" in str(strategy)
 
 
 def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool, num_local: int) -> None:

@@ -11,7 +11,7 @@ from bev_lightning.accelerate.compilation import check_compiler
 from bev_lightning.accelerate.plan import Machine
 from bev_lightning.composition import config_dir
 from bev_lightning.errors import InputError
-from bev_lightning.strategies import check_strategy
+from bev_lightning.strategies import WHOLE, check_strategy, name_strategy
 
 _PRECISIONS = ("auto", "32-true", "16-mixed", "bf16-mixed", "fp8")
 _EXAMPLE = "outputs/train/RUN/checkpoints/best.ckpt"
@@ -292,18 +292,15 @@ def _check_execution(cfg: DictConfig) -> None:
         raise InputError(
             f"channels_last={layout} is unknown; use channels_last=auto, true or false"
         )
-    if "fsdp" not in str(_get(cfg, "trainer.strategy")):
+    if _get(cfg, "trainer") is None or (name := name_strategy(cfg)) in WHOLE:
         return
-    if scope != "off":
-        raise InputError(
-            f"compile={scope} is for strategy=single and ddp, whose weights stay whole; use "
-            "compile=off with strategy=fsdp"
-        )
-    if layout is True:
-        raise InputError(
-            "channels_last=true is for strategy=single and ddp, for strategy=fsdp shares out "
-            "contiguous weights alone; use channels_last=auto"
-        )
+    for key, value, mend in (("compile", scope, "off"), ("channels_last", layout, "auto")):
+        if value not in ("off", "auto", False):
+            said = str(value).lower()
+            raise InputError(
+                f"{key}={said} is for strategy=single and ddp, where every process holds the "
+                f"whole model; use {key}={mend} with strategy={name}"
+            )
 
 
 def _check_conversion(cfg: DictConfig) -> None:

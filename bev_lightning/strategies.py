@@ -16,6 +16,8 @@ _TARGETS = {
     "hybrid": "bev_lightning.accelerate.hybrid.HybridStrategy",
 }
 _MESHES = ("pipeline", "hybrid")
+# Every process holds the whole model, as it was built.
+WHOLE = ("auto", "single", "ddp")
 
 
 def check_strategy(cfg: DictConfig) -> None:

@@ -1,9 +1,11 @@
 """Values that a constructor refuses leave as one sentence."""
 
 import pytest
+import torch
 
 from bev_lightning.accelerate.plan import Machine
-from bev_lightning.assembly import build_module
+from bev_lightning.assembly import build_module, prepare_execution
+from bev_lightning.benches.batches import make_batch
 from bev_lightning.config import load, resolve
 from bev_lightning.errors import InputError
 
@@ -21,3 +23,21 @@ def test_the_sentence_names_the_key(word: str, message: str) -> None:
     cfg = resolve(load("train", ["hardware=cpu", word]), Machine(num_cpus=2))
     with pytest.raises(InputError, match=message):
         build_module(cfg)
+
+
+def test_channels_last_changes_the_memory_alone() -> None:
+    terms, modules = [], []
+    for layout in ("false", "true"):
+        words = ["hardware=cpu", "model=bevfusion_toy", f"channels_last={layout}"]
+        cfg = resolve(load("train", [*words, "model.inputs.camera.size=[64,128]"]), Machine())
+        module = build_module(cfg)
+        prepare_execution(module, cfg)
+        batch = make_batch(module.inputs, num_classes=10, num_boxes=5)
+        terms.append(module.objective(module(batch), batch.targets))
+        modules.append(module)
+    torch.testing.assert_close(terms[0], terms[1], rtol=1e-3, atol=1e-4)
+    plain, laid = (dict(module.named_parameters()) for module in modules)
+    assert list(plain) == list(laid)
+    weight = laid["network.backbone.blocks.0.0.weight"]
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    assert all(torch.equal(plain[name], laid[name]) for name in plain)

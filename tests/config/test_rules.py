@@ -284,7 +284,7 @@ def test_compile_and_layout_are_told_where_they_do_not_work() -> None:
         (["compile=on"], "use compile=off, model or regions"),
         (["compile=regions", "strategy=fsdp"], "use compile=off with strategy=fsdp"),
         (["channels_last=yes"], "use channels_last=auto, true or false"),
-        (["channels_last=true", "strategy=fsdp"], "use channels_last=auto"),
+        (["channels_last=true", "strategy=pipeline"], "use channels_last=auto with strategy=pip"),
     ):
         with pytest.raises(InputError, match=sentence):
             check(load("train", words))
