@@ -69,7 +69,7 @@ class ProcessWatch(L.Callback):
         self._ended = threading.Event()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if trainer.world_size == 1 or not dist.is_initialized() or self._store is not None:
+        if trainer.world_size == 1 or not dist.is_initialized():
             return
         # Until here the longer or shorter time of the start has held.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.collective_s))
@@ -80,8 +80,10 @@ class ProcessWatch(L.Callback):
         store = self._origin.clone()
         store.set_timeout(timedelta(seconds=max(2.0, 2 * self.interval_s)))
         self._store = dist.PrefixStore("bev_lightning/watch", store)
-        self._ended.clear()
-        threading.Thread(target=self._beat, name="signs of life", daemon=True).start()
+        self._seen, self._ended = {}, threading.Event()
+        threading.Thread(
+            target=self._beat, args=(self._ended,), name="signs of life", daemon=True
+        ).start()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._ended.set()
@@ -156,7 +158,7 @@ class ProcessWatch(L.Callback):
         sign = self._sign
         self._sign = replace(sign, count=sign.count + 1, place=place, step=trainer.global_step)
 
-    def _beat(self) -> None:
+    def _beat(self, ended: threading.Event) -> None:
         warned = -1
         beat = 0
         while True:
@@ -172,7 +174,7 @@ class ProcessWatch(L.Callback):
                         print(f"bev_lightning: {self._tell_late(*late)}", file=sys.stderr)
             except (RuntimeError, dist.DistError):
                 pass  # the store's process is gone: the next collective tells
-            if self._ended.wait(self.interval_s):
+            if ended.wait(self.interval_s):
                 return
 
     def _read(self) -> bool:

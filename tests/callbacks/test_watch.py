@@ -1,11 +1,19 @@
 """Who is named when a collective fails."""
 
 import json
+import multiprocessing
+import os
 import re
+import signal
+import socket
 import threading
+import time
 from dataclasses import asdict
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from bev_lightning.callbacks.watch import ProcessWatch, Sign
@@ -90,3 +98,58 @@ def test_lightnings_child_is_named_at_once(code: int) -> None:
     one._children = [Child()]
     sign(one._store, 1, beat=7)
     assert one.explain(CLOSED).startswith("process 1 (pid 41 on ws1) is gone")
+
+
+def take_part(rank: int, port: int, dies: bool, said) -> None:
+    """One of two processes that are to add up their gradients; the second one does not come."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=120),
+    )
+    dist.all_reduce(torch.ones(1))
+    one = ProcessWatch(3.0, interval_s=0.2)
+    launcher = SimpleNamespace(launcher=None)
+    trainer = SimpleNamespace(world_size=2, global_rank=rank, global_step=5, strategy=launcher)
+    one.setup(trainer, None, "fit")
+    one.on_train_batch_start(trainer)
+    if rank == 1:
+        time.sleep(1.0)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(300)
+    one.on_before_backward(trainer)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(4))
+    except RuntimeError as error:
+        said.put((one.explain(error), time.monotonic() - began))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_gloo_s_errors_are_told(dies: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    said = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    members = [
+        context.Process(target=take_part, args=(rank, port, dies, said), daemon=True)
+        for rank in range(2)
+    ]
+    for member in members:
+        member.start()
+    sentence, seconds = said.get(timeout=200)
+    for member in members:
+        member.kill()
+    pid = members[1].pid
+    if dies:
+        assert re.match(rf"process 1 \(pid {pid} on \S+\) is gone \(", sentence), sentence
+    else:
+        # The collective's own time-out, and some seconds to be sure.
+        assert seconds < 60
+        late = rf"process 1 \(pid {pid} on \S+\) has been computing the loss after optimizer step 5"
+        assert re.match(late, sentence), sentence
