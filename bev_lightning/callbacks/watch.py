@@ -173,7 +173,7 @@ class ProcessWatch(L.Callback):
                         warned = late[1].count
                         print(f"bev_lightning: {self._tell_late(*late)}", file=sys.stderr)
             except (RuntimeError, dist.DistError):
-                pass  # the store's process is gone: the next collective tells
+                return  # the store's process is gone: the next collective tells
             if ended.wait(self.interval_s):
                 return
 
