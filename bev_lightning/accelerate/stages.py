@@ -138,7 +138,7 @@ def _plan_bevfusion(network: BEVFusion, group: dist.ProcessGroup) -> Chain:
     if camera is None:
         return Chain(parts, ("fusion", "head"))
     parts.insert(0, Part("images", images, (camera.backbone, camera.neck)))
-    return Chain(parts, ("fusion", "head", "transform"))
+    return Chain(parts, ("transform", "fusion", "head"))
 
 
 def _plan_bevformer(module: BEVFormerModule, network: BEVFormer, group: dist.ProcessGroup) -> Chain:

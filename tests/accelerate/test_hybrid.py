@@ -102,14 +102,15 @@ def test_batch_norms_move_in_their_stage_and_arrive_everywhere(launch) -> None:
 def test_what_autograd_keeps(launch) -> None:
     """Of a global batch of four samples, the most loaded process of 1 x 2 x 2 against ddp."""
     kept = {}
+    once = {"steps": 1, "accumulation": 1}
     for cuts in ("[fusion]", "[transform]"):
-        words = ["precision=32", f"strategy.cuts={cuts}"]
-        once = {"steps": 1, "accumulation": 1, "words": words}
-        kept[cuts] = train(launch, "bevfusion_toy", (1, 2, 2), "1f1b", **once)["kept"]
+        words = [f"strategy.cuts={cuts}"]
+        kept[cuts] = train(launch, "bevfusion_toy", (1, 2, 2), "1f1b", words=words, **once)["kept"]
     words = ["strategy=ddp", "hardware.devices=4"]
-    kept["ddp"] = launch("bevfusion_toy", words, [0, 1, 2, 3], steps=1, accumulation=1)["kept"]
+    kept["ddp"] = launch("bevfusion_toy", words, [0, 1, 2, 3], **once)["kept"]
     print({name: [round(own / 2**20, 1) for own in each] for name, each in kept.items()})
-    assert max(kept["[transform]"]) < 2 * max(kept["ddp"])
+    assert max(kept["[transform]"]) < 0.75 * max(kept["ddp"])
+    assert max(kept["[transform]"]) < max(kept["[fusion]"])
 
 
 def chain(model: str, size: int = 1) -> Any:
@@ -124,8 +125,8 @@ def test_a_chain_is_cut_where_its_model_says() -> None:
         return [[part.name for part in stage] for stage in stages]
 
     fusion = chain("bevfusion_toy")
-    assert names(fusion.split(2)) == [["images", "transform"], ["fusion", "head"]]
-    assert names(fusion.split(2, ["transform"])) == [["images"], ["transform", "fusion", "head"]]
+    assert names(fusion.split(2)) == [["images"], ["transform", "fusion", "head"]]
+    assert names(fusion.split(2, ["fusion"])) == [["images", "transform"], ["fusion", "head"]]
     assert len(fusion.split(4)) == 4
     former = chain("bevformer_toy")
     assert names(former.split(2)) == [["images", "neck"], ["transform", "head"]]
