@@ -42,14 +42,30 @@ def replace_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time. Where the file system cannot lock, all go ahead: the rename at
-    the end keeps the file whole, the work is only done more than once."""
-    with open(path, "w") as file:
+def lock(path: Path) -> Iterator[bool]:
+    """Held by one process at a time; its folder is made where there is none.
+
+    Yields:
+        whether it is. Where the file system cannot lock, all go ahead: the rename at the end keeps
+        the file whole, the work is only done more than once.
+
+    Raises:
+        InputError: the folder cannot be written to.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "w"))
+        except OSError as error:
+            raise InputError(
+                f"{path} cannot be written ({error.strerror}): set paths.cache to a folder that "
+                f"can be written to"
+            ) from None
         try:
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
+            held = True
         except (ImportError, OSError):
-            pass
-        yield
+            held = False
+        yield held

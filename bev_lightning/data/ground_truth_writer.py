@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import shutil
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +15,7 @@ from bev_lightning.data.cache import lock, replace_file
 from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.ground_truth import SCHEMA, SCHEMA_VERSION, GroundTruthDatabase
 from bev_lightning.data.index import Index
-from bev_lightning.data.parts import make_parts, open_parts, parts_folder, read_part
+from bev_lightning.data.parts import close_parts, make_parts, open_parts, read_part
 from bev_lightning.data.paste import points_inside
 from bev_lightning.data.reader import read_points
 from bev_lightning.data.sample import DETECTION_CLASSES
@@ -61,12 +59,12 @@ def build_ground_truth(
     database = _open_current(path, stamp, lidar, renew)
     if database is not None:
         return database
-    with lock(path.with_suffix(".lock")):
+    with lock(path.with_suffix(".lock")) as alone:
         database = _open_current(
             path, stamp, lidar, renew
         )  # another process may have made it meanwhile
         if database is None:
-            _write(path, stamp, index, tokens, lidar, on_missing, num_workers)
+            _write(path, stamp, index, tokens, lidar, on_missing, num_workers, alone)
             database = GroundTruthDatabase(path)
     return database
 
@@ -105,6 +103,7 @@ def _write(
     lidar: LidarInput,
     on_missing: Literal["error", "skip"],
     num_workers: int,
+    alone: bool,
 ) -> None:
     source = FrameSource(
         index,
@@ -115,7 +114,7 @@ def _write(
     )
     # Which samples a part holds depends on the files that are there.
     present = hashlib.sha256("\n".join([stamp, *source.tokens]).encode()).hexdigest()
-    folder = open_parts(path, present)
+    folder = open_parts(path, present, alone)
     jobs = {
         folder / f"{start}.arrow": source.tokens[start : start + _SAMPLES_PER_PART]
         for start in range(0, len(source), _SAMPLES_PER_PART)
@@ -134,8 +133,7 @@ def _write(
             batch = read_part(part)[0]
             skipped.update(json.loads(batch.schema.metadata[b"skipped"]))
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-    os.replace(whole, path)
-    shutil.rmtree(parts_folder(path))
+    close_parts(folder, whole, path)
     if skipped:
         warnings.warn(
             f"{len(skipped)} samples gave no objects to paste because their files are missing or "

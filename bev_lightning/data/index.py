@@ -8,7 +8,6 @@ when it is asked for.
 import hashlib
 import json
 import os
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import pyarrow as pa
 from bev_lightning.data.cache import lock, replace_file
 from bev_lightning.data.catalogue import check_name, read_catalogue
 from bev_lightning.data.join import Joined, join_poses, join_scenes
-from bev_lightning.data.parts import make_parts, open_parts, parts_folder, read_part
+from bev_lightning.data.parts import close_parts, make_parts, open_parts, read_part
 from bev_lightning.data.records import cut_table
 from bev_lightning.data.sample import Annotations, Readings, Sample
 from bev_lightning.data.schema import PARTS, SCHEMA, SCHEMA_VERSION
@@ -223,12 +222,11 @@ def build_index(
     index = _open_current(path, root, stamp, renew)
     if index is not None:
         return index
-    cache.mkdir(parents=True, exist_ok=True)
-    with lock(path.with_suffix(".lock")):
+    with lock(path.with_suffix(".lock")) as alone:
         # another process may have made it meanwhile
         index = _open_current(path, root, stamp, renew)
         if index is None:
-            _write_index(path, root, version, stamp, num_workers)
+            _write_index(path, root, version, stamp, num_workers, alone)
             index = Index(path, root)
     return index
 
@@ -275,7 +273,7 @@ def stamp_tables(root: Path, version: str, num_workers: int = 0) -> str:
 def _open_current(path: Path, root: Path, stamp: str, renew: bool) -> Index | None:
     try:
         index = Index(path, root)
-    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, pa.ArrowInvalid, KeyError, TypeError):
         return None  # absent, or not an index: it is made anew
     except InputError:
         if renew:
@@ -284,8 +282,10 @@ def _open_current(path: Path, root: Path, stamp: str, renew: bool) -> Index | No
     return index if index.stamp == stamp else None
 
 
-def _write_index(path: Path, root: Path, version: str, stamp: str, num_workers: int) -> None:
-    folder, parts = root / version, open_parts(path, stamp)
+def _write_index(
+    path: Path, root: Path, version: str, stamp: str, num_workers: int, alone: bool
+) -> None:
+    folder, parts = root / version, open_parts(path, stamp, alone)
     catalogue = read_catalogue(folder)
     if not catalogue.scenes:
         raise InputError(f"the tables in {folder} hold no sample: download the metadata again")
@@ -348,8 +348,7 @@ def _write_index(path: Path, root: Path, version: str, stamp: str, num_workers: 
     with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
         for batch in batches:
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-    os.replace(whole, path)
-    shutil.rmtree(parts_folder(path))
+    close_parts(parts, whole, path)
 
 
 def _take(lists: dict[str, Any], row: int) -> dict[str, Any]:

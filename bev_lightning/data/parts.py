@@ -1,6 +1,9 @@
 """Work in parts that a kill does not undo: each part is a file until the whole is made of them."""
 
+import contextlib
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,24 +20,33 @@ _Job = TypeVar("_Job")
 _LEAST_PARTS_PER_PROCESS = 4
 
 
-def open_parts(path: Path, stamp: str) -> Path:
+def open_parts(path: Path, stamp: str, alone: bool) -> Path:
     """The folder where the parts of a file are kept until it is whole.
 
     Args:
         path: the file that is being made.
         stamp: of what it is made from; parts of any other are removed.
+        alone: whether no other process makes the file at this time. Where that is not known, the
+            folder is this process's own, and is not found again after a kill.
     """
-    folder = parts_folder(path) / stamp[:16]
-    for other in folder.parent.glob("*"):
+    every = path.with_suffix(".parts")
+    if not alone:
+        every.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=every))
+    folder = every / stamp[:16]
+    for other in every.glob("*"):
         if other != folder:
             shutil.rmtree(other)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def parts_folder(path: Path) -> Path:
-    """What is to be removed when the file is whole."""
-    return path.with_suffix(".parts")
+def close_parts(folder: Path, whole: Path, path: Path) -> None:
+    """Put the whole file in its place and remove the parts that it was made of."""
+    os.replace(whole, path)
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # another process may be at work beside
+        folder.parent.rmdir()
 
 
 def make_parts(

@@ -1,5 +1,6 @@
 """The Arrow index: round trip, one for all spellings, anew when tables change."""
 
+import errno
 import io
 import json
 import multiprocessing
@@ -113,6 +114,38 @@ def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
     # The pipe closes when the last of them has gone.
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL and len(done.stdout.split()) >= 1
+
+
+def test_without_locks_each_process_has_parts_of_its_own(make_tree, tmp_path, monkeypatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    root = make_tree()
+    whole = build_index(root, VERSION, tmp_path / "one")
+    monkeypatch.setattr("fcntl.flock", refuse)
+    others = tmp_path / "cache" / whole.path.with_suffix(".parts").name / "of-another-process"
+    others.mkdir(parents=True)
+    index = build_index(root, VERSION, tmp_path / "cache")
+    assert index.path.read_bytes() == whole.path.read_bytes()
+    assert others.is_dir() and list(others.parent.iterdir()) == [others]
+
+
+def test_a_full_disk_and_a_file_for_a_folder_are_sentences(
+    make_tree, tmp_path, monkeypatch
+) -> None:
+    def fill(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    root = make_tree()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot be written \(Not a directory\): set paths.cache"):
+        build_index(root, VERSION, tmp_path / "file" / "cache")
+    monkeypatch.setattr("os.fsync", fill)
+    with pytest.raises(
+        InputError, match=r"cannot be written \(No space left on device\): make room"
+    ):
+        build_index(root, VERSION, tmp_path / "cache")
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
 
 
 def test_a_killed_worker_is_a_sentence() -> None:
