@@ -29,8 +29,9 @@ def measure_parts(
     """
     rows = []
     known = dict(module.network.named_modules())
-    for name in [part for part in _PARTS if part in known]:
-        run = _isolate(module, known[name], batch, context)
+    parts = {name: known[name] for name in _PARTS if name in known}
+    for name, given in _record(module, parts, batch, context).items():
+        run = _isolate(parts[name], given, context)
 
         def run_reference(run: Callable[[], None] = run) -> None:
             with use_reference():
@@ -60,19 +61,30 @@ def measure_matching(
     return time_all({"": lambda: match(predictions, batch.targets).finish()}, repeats)[""]
 
 
-def _isolate(
-    module: DetectionModule, part: nn.Module, batch: Batch, context: _Context
-) -> Callable[[], None]:
-    """Forward and backward of ``part`` with its arguments of a forward pass of the module."""
-    seen: list[Any] = []
-    hook = part.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
-    )
+def _record(
+    module: DetectionModule, parts: dict[str, nn.Module], batch: Batch, context: _Context
+) -> dict[str, Any]:
+    """The arguments of each part in a forward pass of the module; of several calls, those of the
+    last: it is that of the current frame."""
+    seen: dict[str, Any] = {}
+
+    def make_hook(name: str) -> Callable[..., None]:
+        return lambda _, *given: seen.update({name: given})
+
+    hooks = [
+        part.register_forward_pre_hook(make_hook(name), with_kwargs=True)
+        for name, part in parts.items()
+    ]
     with torch.no_grad(), context():
         module.train()(batch)
-    hook.remove()
-    # The last call is that of the current frame.
-    args, kwargs = _cut(seen[-1])
+    for hook in hooks:
+        hook.remove()
+    return {name: seen[name] for name in parts}
+
+
+def _isolate(part: nn.Module, given: Any, context: _Context) -> Callable[[], None]:
+    """Forward and backward of ``part`` with given arguments."""
+    args, kwargs = _cut(given)
 
     def run() -> None:
         with context():
