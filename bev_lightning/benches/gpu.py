@@ -22,12 +22,12 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 def check_gpu(
     cfg: DictConfig,
     models: Sequence[str],
-    precisions: Sequence[str],
+    variants: Sequence[str],
     batch_size: int,
     repeats: int,
     limit_s: float,
 ) -> tuple[list[Row], list[str]]:
-    """The tests marked ``gpu``, bench=ops, and bench=step of each model and precision.
+    """The tests marked ``gpu``, bench=ops, and bench=step of each model in each variant.
 
     What does not run is told in the notes, and its output lies in the run directory. Nothing new
     begins after ``limit_s``, and what runs then is stopped.
@@ -43,14 +43,14 @@ def check_gpu(
     notes, rows = _test(run, end), []
     words = ["hardware.devices=1", f"data.batch_size={batch_size}", f"bench.repeats={repeats}"]
     cases = [
-        [f"model={model}", f"precision={precision}", "bench=step", *words]
-        for precision in precisions
+        [f"model={model}", *variant.split(), "bench=step", *words]
+        for variant in variants
         for model in models
     ]
     if (config_dir() / "bench" / "ops.yaml").is_file():
         cases.insert(0, ["bench=ops"])
     for number, case in enumerate(tqdm(cases, "measuring", leave=False)):
-        name = " ".join(case[:2]) if len(case) > 1 else case[0]
+        name = " ".join(word for word in case if word not in ("bench=step", *words))
         folder = run / f"{number}"
         folder.mkdir()
         place = f'hydra.run.dir="{folder}"'

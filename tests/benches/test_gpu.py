@@ -1,5 +1,6 @@
 """What a rented GPU lacks, and what is said where there is none."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bev_lightning.accelerate.plan import Machine
 from bev_lightning.benches import gpu
+from bev_lightning.config import load, resolve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # As if these were not installed.
@@ -105,3 +108,35 @@ def test_the_tests_for_a_gpu_are_found_and_counted(
     (note,) = gpu._test(tmp_path, time.monotonic() + 300)
     assert note.startswith("tests: 1 passed, 1 skipped, 2 failed: ")
     assert "test_bad" in note and "test_b" in note and "test_c" not in note
+
+
+def test_rows_of_all_cases_become_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"name": "fast", "group": "step", "ms": 2.0, "cpu_ms": None, "samples_per_s": 500.0}
+    row |= {"peak_mib": 3.0, "ratio": 2.5, "mfu": 0.25}
+    called = []
+
+    def call(words: list[str], output: Path, end: float) -> str | None:
+        called.append(words)
+        if "precision=fp8" in words:
+            return "precision=fp8 is not available"
+        (output.parent / "bench.json").write_text(json.dumps({"rows": [row]}))
+        return None
+
+    monkeypatch.setattr(gpu, "_call", call)
+    monkeypatch.setattr(gpu, "_test", lambda run, end: ["tests: 1 passed."])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cfg = resolve(load("bench", ["bench=gpu", "hardware=cpu"]), Machine(), tmp_path)
+    variants = ["precision=32 seed=2", "precision=fp8"]
+    rows, notes = gpu.check_gpu(cfg, ["bevfusion"], variants, 2, 3, 60.0)
+    steps = [one for one in rows if "model=bevfusion" in one.group]
+    assert [(one.group, one.name, one.ratio) for one in steps] == [
+        ("model=bevfusion precision=32 seed=2 step", "fast", 2.5)
+    ]
+    assert steps[0].more == {"mfu": 0.25} and steps[0].samples_per_s == 500.0
+    assert notes == [
+        "tests: 1 passed.",
+        "model=bevfusion precision=fp8: precision=fp8 is not available.",
+    ]
+    assert ["data.batch_size=2", "bench.repeats=3"] == called[-1][-3:-1]
