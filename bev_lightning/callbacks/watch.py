@@ -72,7 +72,9 @@ class ProcessWatch(L.Callback):
         if trainer.world_size == 1 or not dist.is_initialized():
             return
         # Until here the longer or shorter time of the start has held.
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.collective_s))
+        # Torch 2.11 has it under a private name alone.
+        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+        set_timeout(timedelta(seconds=self.collective_s))
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
         self._children = getattr(trainer.strategy.launcher, "procs", [])
         # Its own connection, for a thread of its own; the original serves those of all processes.
