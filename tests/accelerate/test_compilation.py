@@ -1,15 +1,21 @@
 """Compiled networks: no break in a region, the same numbers, the same names."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from torch import nn
 
 from bev_lightning.accelerate.compilation import check_compiler, compile_network
 from bev_lightning.benches.batches import make_batch
 from bev_lightning.config import load
 from bev_lightning.errors import InputError
 from bev_lightning.models.heads import TransFusionHead
+from bev_lightning.models.image import ResNet
+from bev_lightning.models.swin import Swin
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.objectives.losses import BEVFusionObjective, TransFusionObjective
 
@@ -62,6 +68,29 @@ def test_a_whole_model_compiles_with_breaks() -> None:
     compile_network(compiled.network, "model", backend="eager")
     torch.testing.assert_close(take_step(compiled)[0], take_step(plain)[0], rtol=1e-5, atol=1e-5)
     assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        lambda: Swin(width=12, depths=(2, 1), num_heads=(1, 2), out_stages=(0, 1), drop_path=0.0),
+        lambda: ResNet(50, width=4, out_stages=(1, 2), deformable_stages=(2,), norm_eval=True),
+    ],
+)
+def test_published_backbones_compile_without_a_break(backbone: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = backbone()
+    compiled = copy.deepcopy(plain)
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    images = torch.randn(1, 3, 64, 96)
+    results = []
+    for network in (plain, compiled):
+        maps = network(images)
+        torch.stack([one.square().mean() for one in maps]).sum().backward()
+        weight = next(network.parameters())
+        results.append([*maps, weight.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_machines_that_cannot_compile_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
