@@ -6,6 +6,7 @@ import re
 import signal
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from bev_lightning.accelerate.cluster import find_launcher
 from bev_lightning.accelerate.plan import choose_num_threads, detect_machine
 from bev_lightning.errors import InputError
+from bev_lightning.resolution import plan_batch
 
 if TYPE_CHECKING:
     import lightning as L
@@ -37,6 +39,10 @@ def build_module(cfg: DictConfig) -> "DetectionModule":
 
     seed_everything(cfg.seed, verbose=False)
     module: DetectionModule = _instantiate(cfg.model)
+    if module.optim is not None:
+        optim = module.optim
+        lr = plan_batch(cfg).scale_lr(optim.lr, optim.scale_lr, optim.base_batch)
+        module.optim = replace(optim, lr=lr, scale_lr=None)
     description = Path(cfg.paths.run) / "run.json"
     overrides = json.loads(description.read_text())["overrides"] if description.exists() else []
     module.provenance = {
@@ -98,6 +104,7 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     # Lightning counts batches here. A validation inside of an accumulation would meet gradients
     # that are half summed up.
     arguments["val_check_interval"] *= arguments["accumulate_grad_batches"]
+    _set_precision(cfg.precision, arguments)
     callbacks = list(_instantiate(cfg.callbacks).values())
     if not arguments["enable_progress_bar"]:
         # Lightning refuses a bar that it is told not to draw.
@@ -114,6 +121,27 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
         "default_root_dir": cfg.paths.run,
     }
     return L.Trainer(**(arguments | changes))
+
+
+def _set_precision(options: DictConfig, arguments: dict[str, Any]) -> None:
+    """Exchange what Lightning does not have, or not on this device, for a plugin of ours."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from bev_lightning.accelerate.precision import Float8, Float16, set_tf32
+
+    set_tf32(options.tf32)
+    name = arguments["precision"]
+    device = "cuda" if arguments["accelerator"] == "gpu" else "cpu"
+    # DeepSpeed has its own loss scale.
+    own = isinstance(arguments["strategy"], DeepSpeedStrategy)
+    if name == "fp8" or (name == "16-mixed" and not own):
+        del arguments["precision"]
+        plugin = (
+            Float16(device, options.loss_scale)
+            if name == "16-mixed"
+            else Float8(device, options.recipe, options.emulate)
+        )
+        arguments["plugins"] = [plugin]
 
 
 def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:

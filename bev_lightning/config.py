@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from bev_lightning import __version__
 from bev_lightning.accelerate import cluster
 from bev_lightning.accelerate.plan import Machine, detect_machine
+from bev_lightning.batch_search import find_batch
 from bev_lightning.composition import (
     VERSION_BASE,
     Job,
@@ -35,7 +37,7 @@ from bev_lightning.composition import (
     quote_choices,
 )
 from bev_lightning.errors import InputError
-from bev_lightning.resolution import resolve
+from bev_lightning.resolution import plan_batch, resolve
 from bev_lightning.resumption import settle_resume
 from bev_lightning.rules import check, check_machine
 
@@ -148,6 +150,8 @@ class _Program:
                 print(f"bev_lightning.{self.verb}: {found}", flush=True)
         if not cluster.is_child():
             self._admit(job)
+        if self.verb == "train" and job.cfg.auto_batch:
+            job = self._settle_batch(job, launcher)
         words = job.overrides
         if place is not None and not any(key_of(word) == "hydra.run.dir" for word in words):
             words = [*words, f'hydra.run.dir="{place}"']
@@ -162,6 +166,19 @@ class _Program:
         check_machine(resolved, self.machine)
         if "hardware" in resolved:
             cluster.check_launch(resolved.hardware.nodes, resolved.hardware.devices)
+
+    def _settle_batch(self, job: Job, launcher: str | None) -> Job:
+        """The job with the largest micro-step that fits, before any process of it starts."""
+        if launcher is not None:
+            raise InputError(
+                "auto_batch=true starts processes of its own, which a launcher such as torchrun or "
+                "SLURM does not know; run it once without, and give the launcher the "
+                "data.batch_size and accumulation that it finds"
+            )
+        resolved = resolve(job.cfg, self.machine)
+        limit = resolved.hardware.memory_gib if resolved.trainer.accelerator == "cpu" else None
+        words = find_batch(job.overrides, plan_batch(resolved), limit)
+        return compose_job(self.verb, words)
 
     def _hydra(self, words: list[str]) -> None:
         # Lightning starts its other processes with these words, so that they compose the same.
@@ -260,6 +277,16 @@ def _short(path: Path) -> Path:
 def _describe(
     run_dir: Path, cfg: DictConfig, resolved: DictConfig, machine: Machine, words: list[str]
 ) -> None:
+    batch = {}
+    if resolved.verb == "train":
+        plan, optim = plan_batch(resolved), resolved.optim
+        batch = {
+            "batch": {
+                **asdict(plan),
+                "effective_batch": plan.effective_batch,
+                "learning_rate": plan.scale_lr(optim.lr, optim.scale_lr, optim.base_batch),
+            }
+        }
     OmegaConf.save(cfg, run_dir / "config.yaml")
     OmegaConf.save(resolved, run_dir / "resolved.yaml")
     _write_json(
@@ -274,6 +301,7 @@ def _describe(
             "versions": {"bev_lightning": __version__}
             | {name: _version(name) for name in _PACKAGES},
             "machine": machine.to_dict(),
+            **batch,
         },
     )
 

@@ -8,7 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 from bev_lightning.accelerate.memory import KINDS, Peak
 from bev_lightning.accelerate.plan import BatchPlan, detect_machine
 from bev_lightning.fake_step import Case, measure_cases
-from bev_lightning.strategies import count_columns, name_strategy
+from bev_lightning.resolution import plan_batch
+from bev_lightning.strategies import name_strategy
 
 # Key frames of the official splits, for a plan on a machine that has not the data.
 _OFFICIAL = {("v1.0-trainval", "train"): 28_130, ("v1.0-mini", "mini_train"): 323}
@@ -131,11 +132,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     Args:
         cfg: resolved, of any verb that composes a training.
     """
-    batch = BatchPlan(
-        count_columns(cfg),
-        int(cfg.data.batch_size),
-        int(cfg.trainer.accumulate_grad_batches),
-    )
+    batch, optim = plan_batch(cfg), cfg.optim
     precision = str(cfg.trainer.precision)
     size = batch.batch_size
     cases = {
@@ -166,7 +163,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         largest = max(0, size + int(room // each))
     return Plan(
         batch,
-        float(cfg.optim.lr),
+        batch.scale_lr(float(optim.lr), optim.scale_lr, optim.base_batch),
         _num_samples(cfg),
         _layout(strategy, batch.num_processes),
         precision,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from bev_lightning.accelerate.plan import Machine, choose_num_workers
+from bev_lightning.accelerate.plan import BatchPlan, Machine, choose_num_workers
 from bev_lightning.composition import config_dir
-from bev_lightning.strategies import WHOLE, name_strategy, resolve_strategy
+from bev_lightning.strategies import WHOLE, count_columns, name_strategy, resolve_strategy
 
 
 def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:
@@ -25,6 +25,8 @@ def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> D
     plain.pop("hydra", None)
     if run_dir is not None and "paths" in plain:
         plain.paths.run = str(run_dir)
+    if "data" in plain and isinstance(plain.data.get("root"), str):
+        plain.data.root = str(Path(plain.data.root).expanduser())
     OmegaConf.resolve(plain)
     on_cuda = False
     num_local = 1
@@ -40,6 +42,15 @@ def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> D
     OmegaConf.set_struct(plain, True)
     OmegaConf.set_readonly(plain, True)
     return plain
+
+
+def plan_batch(resolved: DictConfig) -> BatchPlan:
+    """How the samples of an optimizer step come together."""
+    return BatchPlan(
+        num_processes=count_columns(resolved),
+        batch_size=resolved.data.batch_size,
+        accumulation=resolved.trainer.accumulate_grad_batches,
+    )
 
 
 def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
@@ -60,6 +71,8 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
     if trainer.precision == "auto":
         bf16 = (hardware.capability or 0) >= 8.0
         trainer.precision = ("bf16-mixed" if bf16 else "16-mixed") if on_cuda else "32-true"
+        if trainer.precision == "16-mixed":
+            plain.precision.loss_scale = "dynamic"
     resolve_strategy(plain, on_cuda)
     return on_cuda
 

@@ -9,6 +9,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from bev_lightning.accelerate.compilation import check_compiler
 from bev_lightning.accelerate.plan import Machine
+from bev_lightning.axis_rules import (
+    check_auto_batch,
+    check_loss_norm,
+    check_precision,
+    check_rate,
+)
+from bev_lightning.axis_rules import get as _get
 from bev_lightning.composition import config_dir
 from bev_lightning.errors import InputError
 from bev_lightning.strategies import WHOLE, check_strategy, name_strategy
@@ -27,6 +34,9 @@ _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("trainer.log_every_n_steps", int, 1),
     ("trainer.gradient_clip_val", float, 0),
     ("trainer.limit_val_batches", float, 0),
+    ("optim.weight_decay", float, 0),
+    ("optim.start_factor", float, 0),
+    ("optim.end_factor", float, 0),
     ("data.batch_size", int, 1),
     ("data.val_batch_size", int, 1),
     ("data.num_workers", int, 0),
@@ -70,6 +80,7 @@ def check(cfg: DictConfig) -> None:
     for rule in (
         _check_numbers,
         _check_axes,
+        check_auto_batch,
         _check_length,
         _check_data,
         _check_checkpoints,
@@ -104,19 +115,16 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
         if path is not None and not Path(str(path)).is_file():
             raise InputError(f"{key}={path} does not exist; give a file such as {_EXAMPLE}")
     root, version = _get(cfg, "data.root"), _get(cfg, "data.version")
+    root = root if root is None else Path(str(root)).expanduser()
     if plans or root is None or _get(cfg, "data.synthetic") is not None:
         return
-    if not Path(str(root)).is_dir():
+    if not root.is_dir():
         mend = f"set data.root to the folder of {version}/ and samples/, or use data=synthetic"
         raise InputError(f"data.root={root} does not exist; {mend}")
-    if not (Path(str(root)) / str(version)).is_dir():
-        found = sorted(path.name for path in Path(str(root)).glob("v*.*") if path.is_dir())
+    if not (root / str(version)).is_dir():
+        found = sorted(path.name for path in root.glob("v*.*") if path.is_dir())
         mend = f"set data.version={found[0]}" if found else "set data.root to a nuScenes data set"
         raise InputError(f"data.root={root} has no folder {version}; {mend}")
-
-
-def _get(cfg: DictConfig, key: str) -> Any:
-    return OmegaConf.select(cfg, key, default=None)
 
 
 def _check_numbers(cfg: DictConfig) -> None:
@@ -143,7 +151,7 @@ def _check_numbers(cfg: DictConfig) -> None:
 def _check_axes(cfg: DictConfig) -> None:
     if _get(cfg, "trainer") is None:
         return
-    accelerator, precision = _get(cfg, "trainer.accelerator"), _get(cfg, "trainer.precision")
+    precision = _get(cfg, "trainer.precision")
     nodes, devices = _get(cfg, "hardware.nodes"), _get(cfg, "hardware.devices")
     if _get(cfg, "trainer.devices") != devices or _get(cfg, "trainer.num_nodes") != nodes:
         raise InputError(
@@ -153,17 +161,10 @@ def _check_axes(cfg: DictConfig) -> None:
         )
     if precision not in _PRECISIONS:
         raise InputError(
-            f"trainer.precision={precision} is unknown; use precision=auto, 32, 16 or bf16"
+            f"trainer.precision={precision} is unknown; use precision=auto, 32, 16, bf16 or fp8"
         )
-    if precision == "fp8":
-        raise InputError(
-            "precision=fp8 is not available in this version; use precision=bf16 or precision=16"
-        )
-    if precision == "16-mixed" and accelerator == "cpu":
-        raise InputError(
-            "precision=16 needs a CUDA device (on a CPU it would silently be bf16); use "
-            "precision=32, or precision=bf16 if slow is fine"
-        )
+    check_precision(cfg, str(precision))
+    check_loss_norm(cfg)
     check_strategy(cfg)
 
 
@@ -181,9 +182,7 @@ def _check_length(cfg: DictConfig) -> None:
             f"trainer.max_steps={steps} and trainer.max_epochs={epochs} both end the training; set "
             "trainer.max_steps=-1 to train whole epochs, or trainer.max_epochs=-1"
         )
-    lr = _get(cfg, "optim.lr")
-    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
-        raise InputError(f"optim.lr={lr} must be a positive number; set optim.lr, for example 1e-3")
+    check_rate(cfg)
 
 
 def _check_data(cfg: DictConfig) -> None:

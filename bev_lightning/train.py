@@ -32,7 +32,10 @@ def main(cfg: DictConfig) -> float | None:
         prepare_execution,
         write_json,
     )
+    from bev_lightning.callbacks.health import is_out_of_memory
     from bev_lightning.callbacks.stop import Stopped
+    from bev_lightning.errors import InputError
+    from bev_lightning.resolution import plan_batch
 
     first = not getattr(rank_zero_only, "rank", 0)
     began = time.perf_counter()
@@ -47,11 +50,18 @@ def main(cfg: DictConfig) -> float | None:
         if cfg.init_from is not None:
             _report(load_matching_weights(module, cfg.init_from), cfg.init_from)
         prepare_execution(module, cfg)
+        if first:
+            optim = cfg.optim
+            print(plan_batch(cfg).describe(optim.lr, optim.scale_lr, optim.base_batch))
         fit(trainer, module, data, cfg.resume)
         status = "finished"
     except Stopped as stop:
         status = "interrupted"
         raise SystemExit(_close_stopped(cfg, trainer, stop.number)) from None
+    except InputError as error:
+        if isinstance(error.__cause__, BaseException) and is_out_of_memory(error.__cause__):
+            status = "out_of_memory"
+        raise
     except (KeyboardInterrupt, SystemExit) as end:
         # Lightning makes a SystemExit of Ctrl-C.
         if isinstance(end, SystemExit) and not (trainer and trainer.interrupted):
@@ -63,6 +73,7 @@ def main(cfg: DictConfig) -> float | None:
     finally:
         if first:
             result = summarize(trainer, module, status)
+            result["effective_batch"] = plan_batch(cfg).effective_batch
             result["wall_s"] = round(time.perf_counter() - began, 1)
             write_json(Path(cfg.paths.run) / "score.json", result)
     if not trainer.is_global_zero or module.scores is None:
@@ -78,9 +89,12 @@ def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume
         InputError: the device has not the memory, or another process is gone or late; says what to
             do.
     """
-    import torch
-
-    from bev_lightning.callbacks.health import FiniteLoss, explain_memory
+    from bev_lightning.callbacks.health import (
+        FiniteLoss,
+        MemoryUse,
+        explain_memory,
+        is_out_of_memory,
+    )
     from bev_lightning.callbacks.watch import ProcessWatch
     from bev_lightning.errors import InputError
 
@@ -90,23 +104,32 @@ def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume
             # The last step was none of trainer.val_check_interval's.
             trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
             _keep_if_best(trainer, module)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            processes = _find(trainer, ProcessWatch)
+            sentence = processes.explain(error) if processes and trainer.world_size > 1 else None
+            if sentence is None:
+                raise
+            raise InputError(sentence) from error
         watch = _find(trainer, FiniteLoss)
         tokens, validates = (watch.sample_tokens, watch.validates) if watch else ((), False)
-        raise InputError(explain_memory(str(error), tokens, validates)) from error
-    except RuntimeError as error:
-        processes = _find(trainer, ProcessWatch)
-        sentence = processes.explain(error) if processes and trainer.world_size > 1 else None
-        if sentence is None:
-            raise
-        raise InputError(sentence) from error
+        memory = MemoryUse.measure(module, trainer.optimizers)
+        module.zero_grad()  # so that the words below can be written
+        raise InputError(explain_memory(str(error), memory, tokens, validates)) from error
+    if hasattr(trainer.precision_plugin, "describe") and trainer.is_global_zero:
+        print(trainer.precision_plugin.describe())
 
 
 def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str, Any]:
-    """What score.json says but the time: scores of a finished training alone."""
+    """What score.json says but time and batch: scores of a finished training alone."""
+    from bev_lightning.callbacks.health import measure_peak_mib
     from bev_lightning.callbacks.monitor import SpeedMonitor
 
     speed = _find(trainer, SpeedMonitor)
+    plugin = trainer.precision_plugin if trainer else None
+    loss = getattr(module, "train_loss", None)
+    optim = getattr(module, "optim", None)
+    peak = measure_peak_mib()
     scores = module.scores.to_dict() if status == "finished" and module.scores else {}
     return {
         **scores,
@@ -114,7 +137,14 @@ def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str
         "samples_per_s": round(speed.samples_per_s * _num_columns(trainer), 2)
         if trainer and speed
         else None,
+        "cpu_ms_per_sample": round(speed.cpu_ms_per_sample, 2) if speed else None,
         "data_wait_share": round(speed.data_wait_share, 3) if speed else None,
+        "peak_mib": None if peak is None else round(peak),
+        # Of the last micro-step. JSON has no NaN.
+        "loss": float(loss) if loss is not None and loss.isfinite() else None,
+        "learning_rate": optim.lr if optim else None,
+        "skipped_steps": getattr(getattr(plugin, "scaler", None), "num_skipped", 0),
+        "fp8_flop_share": getattr(plugin, "flop_share", None),
         "status": status,
     }
 

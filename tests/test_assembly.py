@@ -13,6 +13,9 @@ from bev_lightning.errors import InputError
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("optim.lr=inf", "^optim.lr=inf must be a positive number"),
+        ("optim.start_factor=-1", "^optim.start_factor=-1 must be a number of at least 0"),
+        ("loss_norm=mean", "^loss_norm=mean is unknown; use loss_norm=batch or effective"),
         ("optim.warmup=2", "^optim.warmup=2 is a share of all steps"),
         ("model.inputs.camera.size=[96]", "under model.inputs.camera do not fit: .* height, width"),
         ("model.network.head.grid.cell=[1.7,1.6]", "model.network.head.grid do not fit: .*divide"),
@@ -41,3 +44,11 @@ def test_channels_last_changes_the_memory_alone() -> None:
     weight = laid["network.backbone.blocks.0.0.weight"]
     assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
     assert all(torch.equal(plain[name], laid[name]) for name in plain)
+
+
+def test_the_learning_rate_is_scaled_once() -> None:
+    words = ["hardware=cpu", "optim.lr=2e-4", "optim.scale_lr=sqrt", "optim.base_batch=8"]
+    cfg = resolve(load("train", [*words, "data.batch_size=2"]), Machine(num_cpus=2))
+    module = build_module(cfg)
+    assert module.optim is not None and module.optim.lr == pytest.approx(1e-4)
+    assert module.optim.scale_lr is None

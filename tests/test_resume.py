@@ -146,10 +146,11 @@ def test_a_refused_resume_says_how_the_run_ended(
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has none."),
             2,
-            "failed",
+            "out_of_memory",
             (
-                r"ran out of memory at the samples \w+ \(CUDA out of memory. Tried .* 2 GiB\); "
-                "lower data.batch_size and raise accumulation= .* gradient_checkpointing=true"
+                r"ran out of memory at the samples \w+ \(CUDA out of memory. Tried .* 2 GiB; "
+                r"in GiB: parameters 0.\d\d, gradients .*, optimizer .*, activations .*\); "
+                "set gradient_checkpointing=true .* then use precision=bf16"
             ),
         ),
         (

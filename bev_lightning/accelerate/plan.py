@@ -2,11 +2,12 @@
 
 import ctypes
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # Runs in a child process: asking the driver initialises CUDA, after which a process must not fork
@@ -95,10 +96,38 @@ class BatchPlan:
         """Samples behind one optimizer step."""
         return self.num_processes * self.batch_size * self.accumulation
 
+    def scale_lr(self, lr: float, rule: str | None, base_batch: int | None) -> float:
+        """The learning rate for this batch, of one that was meant for ``base_batch`` samples a
+        step: in proportion (``linear``), to the square root (``sqrt``), or as it is (None)."""
+        if rule is None or base_batch is None:
+            return lr
+        ratio = self.effective_batch / base_batch
+        return lr * (ratio if rule == "linear" else math.sqrt(ratio))
+
+    def describe(self, lr: float, rule: str | None, base_batch: int | None) -> str:
+        """Batch and learning rate in one line."""
+        said = f"{self}; learning rate {self.scale_lr(lr, rule, base_batch):.4g}"
+        if rule is not None and base_batch != self.effective_batch:
+            ratio = f"{self.effective_batch}/{base_batch}"
+            said += f" = {lr:.4g} x {ratio if rule == 'linear' else f'sqrt({ratio})'}"
+            said += f" (recipe and its number of steps are made for {base_batch} samples a step)"
+        return said
+
+    def split(self) -> list["BatchPlan"]:
+        """All plans with as many samples per optimizer step on as many processes, the largest
+        micro-step first."""
+        samples = self.batch_size * self.accumulation
+        return [
+            replace(self, batch_size=size, accumulation=samples // size)
+            for size in range(samples, 0, -1)
+            if samples % size == 0
+        ]
+
     def __str__(self) -> str:
         return (
-            f"{self.effective_batch} samples per optimizer step = {self.num_processes} processes "
-            f"x {self.batch_size} x {self.accumulation} accumulated"
+            f"{self.effective_batch} samples per optimizer step = {self.num_processes} "
+            f"process{'' if self.num_processes == 1 else 'es'} x {self.batch_size} x "
+            f"{self.accumulation} accumulated"
         )
 
 

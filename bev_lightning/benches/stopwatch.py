@@ -65,7 +65,7 @@ class Stopwatch(L.Callback):
         self._switch = ExitStack()
         self._memory = PeakMemory()
         self._objective = module.objective
-        module.objective = self._marked
+        module.objective = self._marked  # type: ignore[assignment]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin()

@@ -1,6 +1,8 @@
 """Stops a training that has gone wrong, and says where."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -77,25 +79,97 @@ class FiniteLoss(L.Callback):
             )
 
 
-def explain_memory(reason: str, sample_tokens: Sequence[str], validates: bool = False) -> str:
+@dataclass(frozen=True)
+class MemoryUse:
+    """What a process held at its worst so far, by kind [GiB]. On CUDA that of torch's allocator, on
+    a CPU the process's, which includes the program itself.
+
+    Attributes:
+        parameters, gradients, optimizer: of the module and its optimizers.
+        rest: activations and, on a CPU, data and program; None where the peak is not known.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    rest: float | None
+
+    @classmethod
+    def measure(
+        cls, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> "MemoryUse":
+        own = list(module.parameters())
+        states = [
+            value
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        kinds = (own, [p.grad for p in own if p.grad is not None], states)
+        sizes = [sum(v.numel() * v.element_size() for v in kind) / 2**30 for kind in kinds]
+        peak = measure_peak_mib()
+        rest = None if peak is None else max(0.0, peak / 1024 - sum(sizes))
+        return cls(sizes[0], sizes[1], sizes[2], rest)
+
+    def __str__(self) -> str:
+        said = (
+            f"parameters {self.parameters:.2f}, gradients {self.gradients:.2f}, optimizer "
+            f"{self.optimizer:.2f}"
+        )
+        return said if self.rest is None else f"{said}, activations and the rest {self.rest:.2f}"
+
+
+def measure_peak_mib() -> float | None:
+    """The most memory that this process has held so far [MiB]: on CUDA in torch's allocator, else
+    resident; None where the system does not say."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch found no memory, on a device or on the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+def explain_memory(
+    reason: str,
+    memory: MemoryUse,
+    sample_tokens: Sequence[str],
+    validates: bool = False,
+) -> str:
     """One sentence for a step that did not fit into the memory of its device.
 
     Args:
         reason: what torch says.
+        memory: of the process.
         sample_tokens: of the step, where they are known.
         validates: it is a step of a validation.
     """
-    mends = (
-        "lower data.val_batch_size, then use precision=bf16"
-        if validates
-        else "lower data.batch_size and raise accumulation= to keep the effective batch, then set "
-        "gradient_checkpointing=true on the model's backbone, then use precision=bf16"
-    )
+    mends = [
+        "set gradient_checkpointing=true on the model's backbone or encoder",
+        "use precision=bf16",
+    ]
+    if validates:
+        mends = ["lower data.val_batch_size", mends[1]]
+    elif len(sample_tokens) != 1:
+        mends.insert(
+            0,
+            "use auto_batch=true, which lowers data.batch_size and raises the accumulation to keep "
+            "the effective batch",
+        )
     of = f" at the samples {', '.join(sample_tokens)}" if sample_tokens else ""
     first = reason.strip().splitlines()[0] if reason.strip() else "no size given"
     # Torch goes on about its allocator.
     said = ". ".join(first.split(". ")[:2]).rstrip(".")
-    return f"the device ran out of memory{of} ({said}); {mends}"
+    return f"the device ran out of memory{of} ({said}; in GiB: {memory}); {', then '.join(mends)}"
 
 
 class SameWeights(L.Callback):

@@ -20,6 +20,8 @@ class SpeedMonitor(L.Callback):
       next batch (``seconds_waited`` of the training iterable).
     - ``train/lr``: learning rate of the first group of parameters.
     - ``train/grad_norm``: 2-norm of all gradients of the step, before clipping.
+    - ``train/loss_scale``, ``train/skipped_steps``: with float16, the scale of the loss and the
+      optimizer steps left out so far because a gradient overflowed.
     - ``gpu/memory_gib``: peak of the memory in use by tensors on this process' GPU so far [GiB].
 
     Times are the host's. On a GPU the host runs ahead of the device by a few steps at most, so
@@ -30,8 +32,10 @@ class SpeedMonitor(L.Callback):
         self.samples = 0
         self.seconds = 0.0
         self.seconds_waited = 0.0
+        self.cpu_seconds = 0.0
         self._logged = (0, 0.0, 0.0)
         self._mark = 0.0
+        self._cpu_mark = 0.0
         self._waited_before = 0.0
 
     @property
@@ -41,19 +45,25 @@ class SpeedMonitor(L.Callback):
         return self.samples / self.seconds if self.seconds else 0.0
 
     @property
+    def cpu_ms_per_sample(self) -> float:
+        """Time of this process's cores for a sample [ms], all threads together, loader processes
+        left out; on a shared machine steadier than the clock on the wall."""
+        return 1e3 * self.cpu_seconds / self.samples if self.samples else 0.0
+
+    @property
     def data_wait_share(self) -> float:
         """Share of the training time, 0..1, spent waiting for data, the first step left out."""
         return self.seconds_waited / self.seconds if self.seconds else 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.samples, self.seconds, self.seconds_waited = 0, 0.0, 0.0
+        self.samples, self.seconds, self.seconds_waited, self.cpu_seconds = 0, 0.0, 0.0, 0.0
         self._logged = (0, 0.0, 0.0)
         self._mark = 0.0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Validation inside training is nobody's step. Before the first step no clock runs.
         if self._mark:
-            self._mark = time.perf_counter()
+            self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
@@ -70,13 +80,14 @@ class SpeedMonitor(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         waited = getattr(trainer.train_dataloader, "seconds_waited", 0.0)
         if self._mark:  # the first step warms caches and kernels up: not counted
             self.samples += len(batch)
             self.seconds += now - self._mark
+            self.cpu_seconds += cpu - self._cpu_mark
             self.seconds_waited += waited - self._waited_before
-        self._mark, self._waited_before = now, waited
+        self._mark, self._cpu_mark, self._waited_before = now, cpu, waited
 
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if stepped and _logs_at(trainer, trainer.global_step):
@@ -96,6 +107,10 @@ class SpeedMonitor(L.Callback):
         if seconds > 0:
             values["speed/samples_per_s"] = samples / seconds * trainer.world_size
             values["speed/data_wait_share"] = min(waited / seconds, 1.0)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            values["train/loss_scale"] = scaler.get_scale()
+            values["train/skipped_steps"] = float(scaler.num_skipped)
         if pl_module.device.type == "cuda":
             values["gpu/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / GIB
         pl_module.log_dict(values, batch_size=1)

@@ -19,6 +19,7 @@ from bev_lightning.data.paste import Paste, Paster, check_inputs
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, SceneSchedule, Schedule
 from bev_lightning.data.synthetic import SyntheticSpec, generate
+from bev_lightning.data.window import WindowedStream
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 
@@ -234,8 +235,9 @@ class DetectionDataModule(LightningDataModule):
         """Micro-steps in which all ranks together read the training split once."""
         return len(self._schedule())
 
-    def train_dataloader(self) -> BatchStream:
-        """The endless stream, from the micro-step that a checkpoint brought along."""
+    def train_dataloader(self) -> BatchStream | WindowedStream:
+        """The endless stream, from the micro-step that a checkpoint brought along; with its windows
+        for a module whose losses look at all batches of an optimizer step."""
         schedule = self._schedule()
         trainer = self.trainer
         num_micro_steps, accumulation, done = len(schedule), 1, None
@@ -257,6 +259,9 @@ class DetectionDataModule(LightningDataModule):
                     f"{self.stream.num_again} samples of the epoch are read again, for the batches "
                     "of this run are others"
                 )
+        module = None if trainer is None else trainer.lightning_module
+        if trainer is not None and getattr(module, "loss_norm", None) == "effective":
+            return WindowedStream(self.stream, trainer.accumulate_grad_batches)
         return self.stream
 
     def count_done(self, state: dict[str, int], num_steps: int) -> tuple[int, int]:

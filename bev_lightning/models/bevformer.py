@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
+from bev_lightning.models.image import MapSize
 from bev_lightning.structures import Batch, Boxes3D, Cameras
 from bev_lightning.structures.predictions import BEVFormerPredictions
 
@@ -44,6 +45,7 @@ class BEVFormer(nn.Module):
         self.backbone, self.neck, self.encoder, self.head = backbone, neck, encoder, head
         self.pad_multiple = pad_multiple
         self.perspective = perspective
+        self._map_size = None if perspective is None else MapSize(backbone, neck)
 
     @property
     def reads_can_bus(self) -> bool:
@@ -79,6 +81,11 @@ class BEVFormer(nn.Module):
         """Height and width of the images that the backbone sees [pixels]."""
         height, width = cameras.images.shape[-2:]
         return height + -height % self.pad_multiple, width + -width % self.pad_multiple
+
+    def map_size(self, cameras: Cameras) -> tuple[int, int]:
+        """Height and width of the first feature map, which ``perspective`` looks at."""
+        assert self._map_size is not None
+        return self._map_size(*self.padded_size(cameras))
 
     def extract(self, frames: Sequence[Batch]) -> list[list[Tensor]]:
         """Feature maps of frames of one size, in one pass: for each frame L maps

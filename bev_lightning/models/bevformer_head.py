@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from bev_lightning.errors import InputError
 from bev_lightning.models.attention import MapAttention
 from bev_lightning.models.bev_encoder import FeedForward
-from bev_lightning.models.query_start import LearnedStart, QueryStart, SeededStart
+from bev_lightning.models.query_start import (
+    LearnedStart,
+    QueryStart,
+    SeededStart,
+    in_float32,
+)
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.constants import constant
 from bev_lightning.structures.predictions import (
@@ -190,7 +195,7 @@ class BEVFormerHead(nn.Module):
         ):
             query = layer(query, start.position, cells, shape, reference[..., :2], mask, padding)
             logits = class_branch(query).float()
-            box = box_branch(query).float()
+            box = in_float32(box_branch[-1], box_branch[:-1](query))  # type: ignore[index]
             offset = torch.cat([box[..., :2], box[..., 4:5]], dim=-1)
             place = (offset + inverse_sigmoid(reference)).sigmoid()
             centre = place * (high - low) + low

@@ -92,7 +92,7 @@ class BEVFusion(nn.Module):
             return BEVFusionPredictions(detections)
         assert self.camera is not None and depth_logits is not None
         points = _present(batch.points, "points", batch)
-        target = self.camera.depth_targets(self.cameras_of(batch), points, depth_logits)
+        target = self.camera.depth_targets(self.cameras_of(batch), points)
         return BEVFusionPredictions(detections, depth_logits, target)
 
     def dense_regions(self) -> list[nn.Module]:

@@ -216,7 +216,7 @@ class CentreHead(nn.Module):
         super().__init__()
         _check_count("CentreHead", "num_boxes", num_boxes, num_classes, grid)
         self.codec = BoxCodec(grid, height_shift)
-        self.num_boxes, self.peak_kernel = num_boxes, peak_kernel
+        self.num_classes, self.num_boxes, self.peak_kernel = num_classes, num_boxes, peak_kernel
         self.choice = BoxChoice() if choice is None else choice
         self.register_buffer("positions", _cell_positions(grid), persistent=False)
         self.shared = _hidden(nn.Conv2d, nn.BatchNorm2d, in_channels, channels, 3)

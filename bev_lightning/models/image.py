@@ -5,6 +5,7 @@ transformer stands in :mod:`bev_lightning.models.swin`. A backbone tells its wid
 ``out_channels``.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -280,3 +281,24 @@ def _conv_norm_relu(in_channels: int, out_channels: int, kernel: int) -> nn.Sequ
         nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
     )
+
+
+class MapSize:
+    """Height and width of an image branch's first map, known before the images are looked at: from
+    shapes alone, which a copy of the branch without values computes.
+
+    Args:
+        parts: images ``(M, 3, H, W)`` through one after the other to maps.
+    """
+
+    def __init__(self, *parts: nn.Module) -> None:
+        self._branch = copy.deepcopy(nn.Sequential(*parts)).to("meta").eval()
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def __call__(self, height: int, width: int) -> tuple[int, int]:
+        """Of images of H x W."""
+        if (height, width) not in self._known:
+            with torch.no_grad():
+                first = self._branch(torch.empty(1, 3, height, width, device="meta"))[0]
+            self._known[height, width] = (int(first.shape[-2]), int(first.shape[-1]))
+        return self._known[height, width]

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
+from bev_lightning.models.image import MapSize
 from bev_lightning.ops.bev_pool import PoolIndex, bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import project
@@ -217,6 +218,7 @@ class CameraBranch(nn.Module):
     def __init__(self, backbone: nn.Module, neck: nn.Module, lift: LiftSplat) -> None:
         super().__init__()
         self.backbone, self.neck, self.lift = backbone, neck, lift
+        self.map_size = MapSize(backbone, neck)
 
     def forward(self, cameras: Cameras, points: Points | None = None) -> tuple[Tensor, Tensor]:
         """BEV map ``(B, C, Y, X)`` on ``lift.grid`` and depth logits ``(B, N, D, h, w)``."""
@@ -228,9 +230,9 @@ class CameraBranch(nn.Module):
         features: Tensor = self.neck(self.backbone(cameras.images.flatten(0, 1)))[0]
         return features.unflatten(0, cameras.images.shape[:2])
 
-    def depth_targets(self, cameras: Cameras, points: Points, logits: Tensor) -> Tensor:
+    def depth_targets(self, cameras: Cameras, points: Points) -> Tensor:
         """What the lidar says to the depth logits: bins ``(B, N, h, w)``, -1 where it is silent."""
-        size = (logits.shape[-2], logits.shape[-1])
+        size = self.map_size(*map(int, cameras.images.shape[-2:]))
         return depth_targets(cameras, points, self.lift.depth_bins, size)
 
 

@@ -53,10 +53,18 @@ class LearnedStart(nn.Module):
 
     def forward(self, batch: int) -> QueryStart:
         position, query = self.embedding.chunk(2, dim=-1)
-        reference = self.reference(position).float().sigmoid()
+        reference = in_float32(self.reference, position).sigmoid()
         return QueryStart(
             *(value.unsqueeze(0).expand(batch, -1, -1) for value in (query, position, reference))
         )
+
+
+def in_float32(layer: nn.Module, value: Tensor) -> Tensor:
+    """A layer whose output is a place, in float32 under autocast: bfloat16 has steps of decimetres
+    in 102 m."""
+    with torch.autocast(value.device.type, enabled=False):
+        result: Tensor = layer(value.float())
+    return result
 
 
 class SeededStart(nn.Module):

@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Literal, Protocol
@@ -16,6 +17,7 @@ from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
+from bev_lightning.objectives.losses import Objective
 from bev_lightning.objectives.nuscenes import NuScenesEvaluator, Scores
 from bev_lightning.objectives.submission import Entries, to_entries
 from bev_lightning.structures import Batch, Boxes3D, Inputs
@@ -36,13 +38,18 @@ class DetectionModule(L.LightningModule):
 
     Args:
         network: an nn.Module that keeps :class:`Detector`.
-        objective: ``(predictions, targets) -> {term: weighted scalar}``; the loss is their sum.
+        objective: gives weighted scalars; the loss is their sum.
         inputs: the sensors that the network reads.
         classes: names in the order of the labels.
         optim: the optimizer's recipe; None for a module that is only evaluated.
         evaluator: scores predictions at the end of a validation; None leaves them unscored.
+        loss_norm: what the losses of training are divided by: the boxes, peaks and pixels of each
+            process's own ``batch``, as published, or those of the ``effective`` batch: all
+            micro-steps and processes of an optimizer step, so that it does not matter how the
+            samples are shared out.
 
     Attributes:
+        train_loss: of the last micro-step, on the device; None before the first.
         results: the submission of the last validation or prediction, on the first process; with an
             empty list for each sample that has none (``data.on_missing=skip``).
         scores, scored_step: of the last validation, and the optimizer step it stood at.
@@ -53,13 +60,19 @@ class DetectionModule(L.LightningModule):
     def __init__(
         self,
         network: nn.Module,
-        objective: Callable[[Any, Boxes3D], dict[str, Tensor]],
+        objective: Objective,
         inputs: Inputs,
         classes: Sequence[str],
         optim: AdamW | None = None,
         evaluator: NuScenesEvaluator | None = None,
+        loss_norm: Literal["batch", "effective"] = "batch",
     ) -> None:
         super().__init__()
+        if loss_norm not in ("batch", "effective"):
+            raise InputError(f"loss_norm={loss_norm} is unknown; use loss_norm=batch or effective")
+        self.loss_norm = loss_norm
+        self.train_loss: Tensor | None = None
+        self._counts: dict[str, Tensor] | None = None
         self.network = network
         self.objective = objective
         self.inputs = inputs
@@ -105,16 +118,22 @@ class DetectionModule(L.LightningModule):
         """Predictions for a batch; what every step calls."""
         return self.network(batch)
 
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if self.loss_norm == "effective" and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            stream: Any = self.trainer.train_dataloader
+            self._counts = self._count(stream.window)
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         return self.report(self.compute_terms(self(batch), batch), batch)
 
     def compute_terms(self, predictions: Any, batch: Batch) -> dict[str, Tensor]:
         """The weighted terms of a training step's loss."""
-        return self._losses(predictions, batch)
+        return self._losses(predictions, batch, self._counts)
 
     def report(self, terms: dict[str, Tensor], batch: Batch) -> dict[str, Any]:
         """Log the terms of a training step; what the step returns."""
         loss = torch.stack(list(terms.values())).sum()
+        self.train_loss = loss.detach()
         logged = {f"train/{name}": value.detach() for name, value in terms.items()}
         self.log_dict({"train/loss": loss.detach(), **logged}, batch_size=batch.size)
         return {
@@ -220,13 +239,32 @@ class DetectionModule(L.LightningModule):
                 parts.append(part.eval())
         return parts
 
-    def _losses(self, predictions: Any, batch: Batch) -> dict[str, Tensor]:
+    def _count(self, window: Sequence[Batch]) -> dict[str, Tensor]:
+        """What the terms of each micro-step are divided by, so that Lightning's mean over the
+        micro-steps and the mean of the gradients over the processes give the sum over all samples
+        divided by the count of all samples."""
+        total: dict[str, Tensor] = {}
+        for batch in window:
+            frame = replace(batch, history=()).to(self.device)
+            for name, count in self.objective.count(self.network, frame).items():
+                total[name] = total.get(name, 0) + count
+        counts = torch.stack(list(total.values())).float()
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return dict(zip(total, counts.clamp(min=1) / parts, strict=True))
+
+    def _losses(
+        self, predictions: Any, batch: Batch, counts: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         if batch.targets is None:
             raise InputError(
                 f"the samples {', '.join(batch.sample_tokens)} have no annotations to train on; "
                 "use a split that has them (v1.0-test has none)"
             )
-        return self.objective(predictions, batch.targets)
+        if counts is None:
+            return self.objective(predictions, batch.targets)
+        return self.objective(predictions, batch.targets, counts)
 
     def _collect(self, predictions: Any, batch: Batch) -> Boxes3D:
         boxes = self._detect(predictions, batch)

@@ -27,6 +27,9 @@ class AdamW:
         multipliers: of the rate, by patterns (``*`` and ``?``) of parameter names as a checkpoint
             has them; the last pattern that fits counts. 0 freezes: the parameters keep their
             values, and modules all of whose parameters are frozen their batch-norm statistics too.
+        scale_lr: how the rate follows the samples of an optimizer step: ``linear`` (Goyal et al.
+            2017) or ``sqrt`` (for Adam's kind: Malladi et al., NeurIPS 2022); None leaves it.
+        base_batch: the samples of an optimizer step that ``lr`` is meant for; needed to scale.
     """
 
     lr: float
@@ -37,14 +40,22 @@ class AdamW:
     start_factor: float = 0.1
     end_factor: float = 0.01
     multipliers: Mapping[str, float] | None = None
+    scale_lr: str | None = None
+    base_batch: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "onecycle", "constant"):
             raise InputError(
                 f"optim.schedule={self.schedule} is unknown; use cosine, onecycle or constant"
             )
-        if not self.lr > 0:
-            raise InputError(f"optim.lr={self.lr} must be positive")
+        if not 0 < self.lr < math.inf:
+            raise InputError(f"optim.lr={self.lr} must be a positive number; set it anew")
+        for name in ("weight_decay", "start_factor", "end_factor"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(
+                    f"optim.{name}={getattr(self, name)} must be a number of at least 0; set it "
+                    "anew"
+                )
         if not 0 <= self.warmup <= 1:
             raise InputError(
                 f"optim.warmup={self.warmup} is a share of all steps; use a number from 0 to 1"

@@ -1,20 +1,22 @@
 """The loss of set prediction (DETR, Carion et al., ECCV 2020), as BEVFormer trains with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bev_lightning.objectives.heatmap import gaussian_heatmap
 from bev_lightning.objectives.losses import (
+    divisor,
     gaussian_focal_loss,
     masked_l1_loss,
     sigmoid_focal_loss,
 )
 from bev_lightning.objectives.matching import Assignment, Matching, focal_cost
 from bev_lightning.objectives.overlap import widen
-from bev_lightning.objectives.perspective import perspective_terms
-from bev_lightning.structures import Boxes3D
+from bev_lightning.objectives.perspective import count_perspective, perspective_terms
+from bev_lightning.structures import Batch, BevGrid, Boxes3D
 from bev_lightning.structures.constants import constant
 from bev_lightning.structures.predictions import (
     BEVFormerPredictions,
@@ -63,29 +65,56 @@ class SetPredictionObjective:
         self.heatmap_weight, self.denoising_weight = heatmap_weight, denoising_weight
         self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
 
-    def __call__(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> dict[str, Tensor]:
+    def __call__(
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        counts: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         """Weighted scalars ``class`` and ``box``, and where the model brings them ``heatmap``,
         ``perspective_class``, ``perspective_depth``, ``denoising_class`` and ``denoising_box``; the
-        layers are summed."""
+        layers are summed.
+
+        Args:
+            counts: what each term is divided by; None for the batch's own :meth:`count`.
+        """
         with torch.autocast(predictions.bev.device.type, enabled=False):
             matching = self.match(predictions, targets)
             others: dict[str, Tensor] = {}
             if predictions.heatmap is not None:
-                others["heatmap"] = self.heatmap_term(predictions, targets)
+                others["heatmap"] = self.heatmap_term(predictions, targets, counts)
             if predictions.perspective is not None:
-                others |= perspective_terms(predictions.perspective, targets)
+                others |= perspective_terms(predictions.perspective, targets, counts)
             if predictions.denoising is not None:
-                by_class, by_box = self.denoising_terms(predictions, targets)
+                by_class, by_box = self.denoising_terms(predictions, targets, counts)
                 others["denoising_class"] = by_class.sum()
                 others["denoising_box"] = by_box.sum()
-            by_class, by_box = self.layer_terms(predictions, targets, matching.finish())
+            by_class, by_box = self.layer_terms(predictions, targets, matching.finish(), counts)
             return {"class": by_class.sum(), "box": by_box.sum(), **others}
+
+    def count(self, network: Any, batch: Batch) -> dict[str, Tensor]:
+        """What the terms of a batch are divided by, before anything is predicted: matched queries
+        of a layer, peaks of the heatmap, queries that start from annotations."""
+        head, targets = network.head, batch.targets
+        assert targets is not None
+        grid = head.codec.grid
+        matched = _in_range(grid, targets).sum(-1).clamp(max=head.num_queries).sum()
+        counts = {"class": matched, "box": matched}
+        if head.heatmap_start:
+            counts["heatmap"] = (self._heatmap(grid, head.num_classes, targets) == 1).sum()
+        if network.perspective is not None:
+            counts |= count_perspective(network, batch)
+        if head.num_denoising:
+            started = (grid.contains(targets.centre) & targets.valid).sum() * head.num_denoising
+            counts |= {"denoising_class": started, "denoising_box": started}
+        return counts
 
     @torch.no_grad()
     def match(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Matching:
         """Begin to find which query answers for which box, in each layer and sample on its own."""
         with torch.autocast(predictions.bev.device.type, enabled=False):
-            return Matching(self.costs(predictions, targets), _in_range(predictions, targets))
+            costs = self.costs(predictions, targets)
+            return Matching(costs, _in_range(predictions.codec.grid, targets))
 
     def costs(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
         """``(L, B, Q, M)``: the focal cost and the L1 distance of all but the velocity."""
@@ -98,7 +127,11 @@ class SetPredictionObjective:
         return cost + self.box_weight * distance
 
     def layer_terms(
-        self, predictions: BEVFormerPredictions, targets: Boxes3D, assignment: Assignment
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        assignment: Assignment,
+        counts: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Weighted class and box terms of each layer, ``(L,)`` each."""
         return self._terms(
@@ -107,11 +140,14 @@ class SetPredictionObjective:
             assignment.gather(predictions.codec.encode(targets)),
             assignment.positive,
             torch.ones_like(assignment.positive),
-            assignment.positive[0].sum(),
+            divisor(assignment.positive[0].sum(), counts, "class"),
         )
 
     def denoising_terms(
-        self, predictions: BEVFormerPredictions, targets: Boxes3D
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        counts: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same of the queries that started from annotations, whose boxes are known."""
         denoising = predictions.denoising
@@ -126,20 +162,23 @@ class SetPredictionObjective:
             start.gather(predictions.codec.encode(targets)),
             valid,
             valid,
-            denoising.valid.sum(),
+            divisor(denoising.valid.sum(), counts, "denoising_class"),
         )
         return self.denoising_weight * by_class, self.denoising_weight * by_box
 
-    def heatmap_term(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
+    def heatmap_term(
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        counts: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         assert predictions.heatmap is not None
-        wanted = gaussian_heatmap(
-            targets,
-            predictions.codec.grid,
-            predictions.heatmap.shape[1],
-            self.min_overlap,
-            self.min_radius_cells,
-        )
-        return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted)
+        wanted = self._heatmap(predictions.codec.grid, predictions.heatmap.shape[1], targets)
+        count = None if counts is None else counts["heatmap"]
+        return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted, count)
+
+    def _heatmap(self, grid: BevGrid, num_classes: int, targets: Boxes3D) -> Tensor:
+        return gaussian_heatmap(targets, grid, num_classes, self.min_overlap, self.min_radius_cells)
 
     def _terms(
         self,
@@ -148,10 +187,10 @@ class SetPredictionObjective:
         wanted: Tensor,
         positive: Tensor,
         counted: Tensor,
-        num_positive: Tensor,
+        count: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Focal loss of the ``counted`` queries, L1 of the ``positive`` ones, ``(L, B, Q)``
-        bool."""
+        bool, both divided by ``count``."""
         label = torch.where(positive, label, queries.logits.shape[-1])
         by_class = (sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)).sum(
             (1, 2, 3)
@@ -160,14 +199,12 @@ class SetPredictionObjective:
         if self.skip_unknown_rows:
             weight = weight * torch.isfinite(wanted).all(-1, keepdim=True)
         by_box = masked_l1_loss(queries.code, wanted, weight).sum((1, 2, 3))
-        share = num_positive.clamp(min=1)
-        return self.class_weight * by_class / share, self.box_weight * by_box / share
+        return self.class_weight * by_class / count, self.box_weight * by_box / count
 
 
-def _in_range(predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
+def _in_range(grid: BevGrid, targets: Boxes3D) -> Tensor:
     """``(B, M)`` bool: boxes with their centre in the head's range along x and y, bounds
     excluded."""
-    grid = predictions.codec.grid
     low, high = constant(grid.range, targets.centre).view(2, 3)[:, :2]
     xy = targets.centre[..., :2]
     return targets.valid & ((xy > low) & (xy < high)).all(-1)

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bev_lightning.config import check, load
+from bev_lightning.accelerate.plan import Machine
+from bev_lightning.config import check, load, resolve
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.sparse_encoder import EncoderPlan, SparseEncoder, StagePlan
 from bev_lightning.ops.sparse_conv import Rulebook
+from bev_lightning.resolution import plan_batch
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Points, Radar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -213,9 +215,7 @@ def test_a_published_training_says_what_it_is(name: str) -> None:
     assert "mAP" in text and "NDS" in text and "have not run it in full" in text
     batch = re.search(r"effective batch:? (?:of )?(\d+)", text)
     cfg = load("train", [f"experiment={name}"])
-    cards = cfg.hardware.nodes * cfg.hardware.devices
-    accumulated = cfg.trainer.accumulate_grad_batches
-    assert batch and int(batch[1]) == cards * cfg.data.batch_size * accumulated
+    assert batch and int(batch[1]) == cfg.optim.base_batch and cfg.optim.scale_lr == "sqrt"
     # Samples seen, and an epoch between validations, do not depend on the cards.
     epochs, samples = (
         (24, 28_130)
@@ -225,7 +225,9 @@ def test_a_published_training_says_what_it_is(name: str) -> None:
     assert cfg.trainer.max_steps == epochs * -(-samples // int(batch[1]))
     assert abs(cfg.trainer.val_check_interval * int(batch[1]) / samples - 1) < 1e-3
     if name.endswith("_4x24gib"):
-        assert cfg.hardware.memory_gib == 24 and cards == 4
+        plan = plan_batch(resolve(cfg, Machine(4, "RTX 3090", 24.0, 8.6)))
+        assert cfg.hardware.memory_gib == 24 and plan.num_processes == 4
+        assert plan.effective_batch == int(batch[1])
 
 
 def look_around(num_cameras: int, size: tuple[int, int]) -> Tensor:
