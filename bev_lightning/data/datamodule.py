@@ -236,8 +236,7 @@ class DetectionDataModule(LightningDataModule):
         return len(self._schedule())
 
     def train_dataloader(self) -> BatchStream | WindowedStream:
-        """The endless stream, from the micro-step that a checkpoint brought along; with its windows
-        for a module whose losses look at all batches of an optimizer step."""
+        """The endless stream, from the micro-step that a checkpoint brought along."""
         schedule = self._schedule()
         trainer = self.trainer
         num_micro_steps, accumulation, done = len(schedule), 1, None
@@ -259,8 +258,7 @@ class DetectionDataModule(LightningDataModule):
                     f"{self.stream.num_again} samples of the epoch are read again, for the batches "
                     "of this run are others"
                 )
-        module = None if trainer is None else trainer.lightning_module
-        if trainer is not None and getattr(module, "loss_norm", None) == "effective":
+        if trainer and getattr(trainer.lightning_module, "loss_norm", None) == "effective":
             return WindowedStream(self.stream, trainer.accumulate_grad_batches)
         return self.stream
 
