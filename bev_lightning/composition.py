@@ -61,13 +61,16 @@ def quote_choices(argv: Sequence[str]) -> list[str]:
     """``precision=16`` -> ``precision='16'``, also in lists, behind ``+`` or ``++`` and with ``@``.
 
     Hydra reads a bare number as an integer and refuses it as the name of a choice; only the groups
-    whose choices are numbers are touched.
+    whose choices are numbers are touched. ``data.root=~/x``, which no shell and not Hydra expands,
+    becomes the path that it means.
     """
     quoted = []
     for word in argv:
         key, equals, value = word.partition("=")
         if equals and key.lstrip("+~").partition("@")[0] in _NUMBERED_GROUPS:
             value = _BARE_NUMBER.sub(lambda number: f"'{number.group()}'", value)
+        if value.startswith("~/"):
+            value = str(Path(value).expanduser())
         quoted.append(key + equals + value)
     return quoted
 
