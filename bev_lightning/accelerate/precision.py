@@ -29,15 +29,16 @@ class LossScaler(torch.amp.GradScaler):
 
     Args:
         device: ``cuda`` or ``cpu``.
-        static_scale: the scale of all steps; None starts at 65536, halves it at an overflow and
-            doubles it after 2000 steps without one.
+        static_scale: the scale of all steps; None starts at 4096, halves it at an overflow and
+            doubles it after 2000 steps without one. (From torch's own start, 65536, detectors lose
+            their first steps.)
 
     Attributes:
         num_skipped: optimizer steps left out because a gradient was infinite or NaN.
     """
 
     def __init__(self, device: str, static_scale: float | None = None) -> None:
-        super().__init__(device, init_scale=65536.0 if static_scale is None else static_scale)
+        super().__init__(device, init_scale=4096.0 if static_scale is None else static_scale)
         self.static_scale = static_scale
         self.num_skipped = 0
 

@@ -80,9 +80,8 @@ def test_fifty_steps_are_those_of_float32(name: str, make_module: Make, make_bat
         found[precision] = sum(losses[-10:]) / 10
         if precision.startswith("16"):
             scaler = trainer.precision_plugin.scaler
-            static = "static" in precision
-            assert scaler.num_skipped <= (0 if static else 4)
-            assert scaler.get_scale() == (512.0 if static else 65536.0 / 2**scaler.num_skipped)
+            assert scaler.num_skipped == 0
+            assert scaler.get_scale() == (512.0 if "static" in precision else 4096.0)
     assert losses[-1] < 0.9 * losses[0]
     for precision, loss in found.items():
         assert loss == pytest.approx(found["32"], rel=0.03), (precision, found)
@@ -129,11 +128,9 @@ def test_a_planted_overflow_is_skipped_and_counted(
     batches = [make_batch(0)] * 8
     fit(make_module("bevfusion"), batches, plugin, callbacks=[planted], gradient_clip_val=clip)
     skipped = [step for step, moved in enumerate(planted.moved) if not moved]
-    # The dynamic scale starts high and may find its place in the first steps.
-    assert skipped[-2:] == [4, 6] and skipped[:-2] == list(range(len(skipped) - 2))
-    assert scale == "dynamic" or len(skipped) == 2
+    assert skipped == [4, 6]
     assert plugin.scaler.num_skipped == len(skipped)
-    after = 512.0 if scale == 512 else 65536.0 / 2 ** len(skipped)
+    after = 512.0 if scale == 512 else 4096.0 / 4
     assert plugin.scaler.get_scale() == after
     again = Float16("cpu", scale)
     again.load_state_dict(plugin.state_dict())
