@@ -291,6 +291,13 @@ def _check_execution(cfg: DictConfig) -> None:
         raise InputError(
             f"channels_last={layout} is unknown; use channels_last=auto, true or false"
         )
+    for part in ("model.network.backbone", "model.network.camera.backbone"):
+        # Recomputed blocks keep their norms' statistics, which torch.compile cannot trace.
+        if scope != "off" and _get(cfg, f"{part}.gradient_checkpointing"):
+            raise InputError(
+                f"compile={scope} does not see through {part}.gradient_checkpointing=true; set "
+                "that to false, or use compile=off"
+            )
     if _get(cfg, "trainer") is None or (name := name_strategy(cfg)) in WHOLE:
         return
     for key, value, mend in (("compile", scope, "off"), ("channels_last", layout, "auto")):

@@ -335,6 +335,7 @@ def test_compile_and_layout_are_told_where_they_do_not_work() -> None:
     for words, sentence in (
         (["compile=on"], "use compile=off, model or regions"),
         (["compile=regions", "strategy=fsdp"], "use compile=off with strategy=fsdp"),
+        (["compile=model", "model=bevformer_small"], "gradient_checkpointing=true; set that to"),
         (["channels_last=yes"], "use channels_last=auto, true or false"),
         (["channels_last=true", "strategy=pipeline"], "use channels_last=auto with strategy=pip"),
     ):
