@@ -67,8 +67,8 @@ class ZeroStrategy(DeepSpeedStrategy):
 
 def gather_weights(module: nn.Module) -> dict[str, Tensor]:
     """The state dict of a module that DeepSpeed trains, whole, float32, on the host."""
+    from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
-    from deepspeed.zero import GatheredParameters
 
     state = {name: value.detach().cpu() for name, value in module.named_buffers()}
     for name, parameter in module.named_parameters():
@@ -90,6 +90,8 @@ def gather_moments(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> 
     from deepspeed.utils import safe_get_full_optimizer_state
 
     inner = optimizer.optimizer
+    if inner.state:
+        _link(optimizer)
     kept: dict[str, Any] = next(iter(inner.state.values()), {})
     step = kept.get("step")
     moments = [key for key, value in kept.items() if torch.is_tensor(value) and value.ndim]
@@ -131,8 +133,7 @@ def scatter_moments(
     for piece in flat:
         zeros = {key: torch.zeros_like(piece) for key in moments}
         inner.state[piece] = {"step": example["step"].clone().to(piece.device), **zeros}
-    if not is_third:
-        optimizer._lazy_init_hp_params_optimizer_state()
+    _link(optimizer)
     rank, number = dist.get_rank(), 0
     for group in groups:
         for parameter in group:
@@ -146,3 +147,11 @@ def scatter_moments(
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
             number += 1
+
+
+def _link(optimizer: Any) -> None:
+    """Tell stages 1 and 2 where the moments are: they look for themselves once, after the step of
+    the first group, when the other groups have none yet."""
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()

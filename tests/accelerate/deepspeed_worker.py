@@ -24,6 +24,8 @@ from bev_lightning.config import load, resolve
 
 job = json.loads(sys.argv[1])
 torch.set_num_threads(1)
+# gloo alone: an extension for shared memory would be compiled on its first use, for minutes.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")
 rank = torch.distributed.get_rank()
 

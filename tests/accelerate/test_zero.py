@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,34 +16,6 @@ from bev_lightning.config import check, load, resolve
 from bev_lightning.errors import InputError
 
 WORKER = Path(__file__).parent / "deepspeed_worker.py"
-PREBUILD = """
-from deepspeed.accelerator import get_accelerator
-get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
-"""
-
-
-def environment(**more: str) -> dict[str, str]:
-    folder = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache/torch_extensions"))
-    own = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": folder, "OMP_NUM_THREADS": "1"}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**os.environ, **own, "PATH": path, **more}
-
-
-@pytest.fixture(scope="module")
-def extension() -> None:
-    """DeepSpeed compiles an extension on its first use on a CPU, which takes minutes."""
-    if shutil.which("g++") is None:
-        pytest.skip("DeepSpeed builds an extension for the CPU, which needs g++")
-    built = subprocess.run(
-        [sys.executable, "-c", PREBUILD],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    if built.returncode:
-        pytest.skip(f"DeepSpeed's extension for the CPU does not build: {built.stderr[-300:]}")
 
 
 def train(out: Path, **job: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -54,13 +25,11 @@ def train(out: Path, **job: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         port = str(free.getsockname()[1])
     processes = []
     for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        place |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, str(WORKER), json.dumps({**job, "out": str(out)})]
         with out.with_suffix(f".{rank}").open("w") as log:
-            processes.append(
-                subprocess.Popen(command, env=environment(**place), stdout=log, stderr=log)
-            )
+            processes.append(subprocess.Popen(command, env=place, stdout=log, stderr=log))
     try:
         codes = [process.wait(timeout=400) for process in processes]
     finally:
@@ -90,7 +59,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_stage_gives_what_one_process_gives(stage: int, tmp_path: Path, extension) -> None:
+def test_a_stage_gives_what_one_process_gives(stage: int, tmp_path: Path) -> None:
     zero, one = train(tmp_path / "seen.pt", stage=stage, begin=0, end=8)
     assert one["optimizer"]["state"][0]["step"] == 4
     assert_same(zero, one)
@@ -98,7 +67,7 @@ def test_a_stage_gives_what_one_process_gives(stage: int, tmp_path: Path, extens
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "next_stage"), [(3, 2), (1, 3)])
-def test_checkpoints_are_portable(stage: int, next_stage: int, tmp_path: Path, extension) -> None:
+def test_checkpoints_are_portable(stage: int, next_stage: int, tmp_path: Path) -> None:
     half = tmp_path / "half.pt"
     train(half, stage=stage, begin=0, end=4)
     zero, one = train(tmp_path / "end.pt", stage=next_stage, begin=4, end=8, resume=str(half))
