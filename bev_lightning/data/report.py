@@ -5,18 +5,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
 from bev_lightning.data.files import find_fault
-from bev_lightning.data.index import Index
 from bev_lightning.data.parts import read_part
 from bev_lightning.data.processes import map_in_processes
 
+if TYPE_CHECKING:  # the index imports torch, which the processes that check files do without
+    from bev_lightning.data.index import Index
+
 _SHOWN = 5
+# A process takes about a second to start.
+_LEAST_BATCHES_PER_PROCESS = 4
 
 
 @dataclass
@@ -114,7 +118,7 @@ class Report:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def make_report(index: Index, classes: Sequence[str], num_workers: int = 0) -> Report:
+def make_report(index: "Index", classes: Sequence[str], num_workers: int = 0) -> Report:
     """Count what the index holds and look into every file that it names, as they are now.
 
     Args:
@@ -126,6 +130,7 @@ def make_report(index: Index, classes: Sequence[str], num_workers: int = 0) -> R
         _count, index.path, index.root, index.channels, index.detections, tuple(classes)
     )
     counts, numbers = Counts(), range(index.num_batches)
+    num_workers = min(num_workers, index.num_batches // _LEAST_BATCHES_PER_PROCESS)
     for part in tqdm(
         map_in_processes(count, numbers, num_workers),
         "checking files",

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from bev_lightning.data import index as index_module
+from bev_lightning.data import report as report_module
 from bev_lightning.data.index import build_index
 from bev_lightning.data.missing import find_missing
 from bev_lightning.data.processes import map_in_processes
@@ -273,6 +274,21 @@ def test_missing_files_and_report(make_tree, tmp_path: Path) -> None:
     assert report.samples_per_split["mini_train"] == 2 and report.corrupt_files == {}
     assert "3 key frames (1 missing), 2 sweeps" in report.to_text()
     assert json.loads(json.dumps(report.to_json()))["files"]["LIDAR_TOP"]["sweeps"] == 2
+
+
+def test_report_is_the_same_from_several_processes(make_tree, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(index_module, "_SCENES_PER_PART", 1)
+    monkeypatch.setattr(report_module, "_LEAST_BATCHES_PER_PROCESS", 1)
+    index = build_index(make_tree(), VERSION, tmp_path / "cache")
+    assert index.num_batches == 2
+    one, two = (make_report(index, ("car",), num_workers=num) for num in (0, 2))
+    assert one == two and one.num_samples == 5
+
+
+def test_processes_that_read_tables_and_files_do_without_torch() -> None:
+    rooms = ", ".join(f"bev_lightning.data.{name}" for name in ("report", "join", "parts"))
+    check = f"import sys, {rooms}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
 def test_report_names_corrupt_files(make_tree, tmp_path: Path) -> None:
