@@ -320,16 +320,10 @@ def _write_index(
     }
     make_parts(partial(join_scenes, joined), scenes, num_workers, "joining scenes")
 
-    batches = [read_part(part)[0] for part in scenes]
-    measured = {
-        name: found
-        for batch in batches
-        for name, found in zip(
-            batch.column("scene_name").to_pylist(),
-            batch.column("from_can_bus").to_pylist(),
-            strict=True,
-        )
-    }
+    measured: dict[str, bool] = {}
+    for part in scenes:  # one at a time: mapped pages are memory too
+        names, found = (read_part(part)[0].column(n) for n in ("scene_name", "from_can_bus"))
+        measured.update(zip(names.to_pylist(), found.to_pylist(), strict=True))
     notes = {
         "schema": SCHEMA_VERSION,
         "stamp": stamp,
@@ -346,8 +340,8 @@ def _write_index(
     schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
     whole = parts / "index.arrow"
     with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+        for part in scenes:
+            writer.write_batch(read_part(part)[0].replace_schema_metadata(schema.metadata))
     close_parts(parts, whole, path)
 
 

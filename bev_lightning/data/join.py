@@ -1,11 +1,11 @@
 """Joins the tables into the index's rows, some scenes at a time."""
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from bev_lightning.data.can_bus import (
     can_bus_vectors,
@@ -15,6 +15,7 @@ from bev_lightning.data.can_bus import (
 )
 from bev_lightning.data.catalogue import Catalogue, Scene
 from bev_lightning.data.parts import read_part, write_part
+from bev_lightning.data.records import refuse_lookup
 from bev_lightning.data.schema import LIDAR, MAX_SWEEPS, PARTS, SCHEMA
 from bev_lightning.data.tables import find_rows, fixed_lists
 from bev_lightning.errors import InputError
@@ -47,23 +48,22 @@ def join_poses(path: Path, ego_poses: list[Path], readings: list[Path]) -> None:
     Raises:
         InputError: a reading's pose is not in the table.
     """
-    poses = [read_part(part)[0] for part in ego_poses]
     pieces = [read_part(part)[0] for part in readings]
     wanted = pa.chunked_array([piece.column("ego_pose") for piece in pieces], pa.string())
-    tokens = pa.chunked_array([piece.column("token") for piece in poses], pa.string())
-    rows = find_rows(wanted, tokens, "sample_data")
-    lost = np.flatnonzero(rows < 0)
-    if len(lost):
-        raise InputError(
-            f"{len(lost)} records of sample_data.json name no ego pose; download the metadata again"
-        )
-    values = np.concatenate(
-        [np.zeros((0, 7)), *(_numbers(piece.column("pose")).reshape(-1, 7) for piece in poses)]
-    )
+    values = np.full((len(wanted), 7), np.nan)
+    # One piece of poses after the other: a hash of all their tokens would be the peak of memory.
+    for part in ego_poses:
+        poses = read_part(part)[0]
+        found = pc.index_in(wanted, value_set=poses.column("token"))
+        rows = np.flatnonzero(found.is_valid().to_numpy())
+        places = found.drop_null().to_numpy()
+        values[rows] = _numbers(poses.column("pose")).reshape(-1, 7)[places]
+    for row in np.flatnonzero(np.isnan(values[:, 0])):
+        raise refuse_lookup("sample_data", wanted[int(row)].as_py())
     stops = np.cumsum([piece.num_rows for piece in pieces])[:-1]
     batches = [
-        pa.RecordBatch.from_pydict({"pose": fixed_lists(values[part], pa.float64())})
-        for part in np.split(rows, stops)
+        pa.RecordBatch.from_pydict({"pose": fixed_lists(part, pa.float64())})
+        for part in np.split(values, stops)
     ]
     write_part(path, batches)
 
@@ -215,10 +215,10 @@ def _join_boxes(joined: Joined, first: int, stop: int) -> _Lists:
 def _slice(parts: tuple[Path, ...], first: int, stop: int, poses: Path | None = None) -> pa.Table:
     """Rows of the samples ``first`` .. ``stop - 1``, sample by sample, each in the table's
     order."""
-    beside = _open(poses) if poses is not None else None
+    beside = read_part(poses) if poses is not None else None
     slices = []
     for number, part in enumerate(parts):
-        batch = _open(part)[0]
+        batch = read_part(part)[0]
         if beside is not None:
             batch = batch.append_column("pose", beside[number].column("pose"))
         low, high = np.searchsorted(_numbers(batch.column("sample")), [first, stop])
@@ -228,11 +228,6 @@ def _slice(parts: tuple[Path, ...], first: int, stop: int, poses: Path | None = 
     if (np.diff(sample) >= 0).all():
         return table
     return table.take(pa.array(np.argsort(sample, kind="stable")))
-
-
-@cache
-def _open(part: Path) -> list[pa.RecordBatch]:
-    return read_part(part)
 
 
 def _numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
