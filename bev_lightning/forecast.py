@@ -91,12 +91,13 @@ class Plan:
         }
 
     def to_line(self) -> str:
-        """The plan in a line, as ``train`` says it first."""
+        """The memory in a line, as ``train`` says it before it begins on a GPU."""
         memory = "" if self.memory_gib is None else f" of {self.memory_gib:.1f} GiB"
-        return (
-            f"plan: {self.batch}, lr {self.lr:g}; peak {self.total_mib / _MIB_PER_GIB:.2f} GiB"
-            f"{memory} a process: {self.verdict}"
+        more = (
+            "" if self.verdict == "fits" else "; python -m bev_lightning.plan shows what takes less"
         )
+        peak = self.total_mib / _MIB_PER_GIB
+        return f"peak memory of a process: {peak:.2f} GiB{memory}, {self.verdict}{more}"
 
     def to_text(self) -> str:
         steps = self.steps_per_epoch
@@ -126,27 +127,27 @@ class Plan:
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
 
 
-def make_plan(cfg: DictConfig) -> Plan:
+def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
     """The plan of a training.
 
     Args:
         cfg: resolved, of any verb that composes a training.
+        compare: look at other batches and remedies too; each takes some seconds.
     """
     batch, optim = plan_batch(cfg), cfg.optim
     precision = str(cfg.trainer.precision)
     size = batch.batch_size
-    cases = {
-        "now": Case(size, precision),
-        "larger": Case(size + 1, precision),
-        "gradient_checkpointing=true wherever the model can": Case(size, precision, True),
-    }
-    if precision == "32-true":
+    cases = {"now": Case(size, precision)}
+    if compare:
+        cases["larger"] = Case(size + 1, precision)
+        cases["gradient_checkpointing=true wherever the model can"] = Case(size, precision, True)
+    if compare and precision == "32-true":
         cases["precision=bf16 or 16"] = Case(size, "bf16-mixed")
-    if size > 1:
+    if compare and size > 1:
         cases[f"data.batch_size={size // 2}, accumulation doubled"] = Case(size // 2, precision)
     peaks = dict(zip(cases, measure_cases(cfg, cases.values()), strict=True))
     strategy = name_strategy(cfg)
-    whole, larger = peaks.pop("now"), peaks.pop("larger")
+    whole, larger = peaks.pop("now"), peaks.pop("larger", None)
     buckets = _trained_mib(whole) if strategy == "ddp" and batch.num_processes > 1 else 0.0
     own = _share(whole, strategy, batch.num_processes)
     memory = _memory_gib(cfg)
@@ -157,7 +158,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     if strategy in ("ddp", "single") and batch.num_processes > 1:
         remedies["strategy=fsdp"] = _share(whole, "fsdp", batch.num_processes).total
     largest = None
-    if memory is not None:
+    if memory is not None and larger is not None:
         each = larger.total - whole.total
         room = (memory - cfg.get("reserve_gib", 1.0)) * _MIB_PER_GIB - own.total - buckets
         largest = max(0, size + int(room // each))

@@ -35,6 +35,7 @@ def main(cfg: DictConfig) -> float | None:
     from bev_lightning.callbacks.health import is_out_of_memory
     from bev_lightning.callbacks.stop import Stopped
     from bev_lightning.errors import InputError
+    from bev_lightning.forecast import make_plan
     from bev_lightning.resolution import plan_batch
 
     first = not getattr(rank_zero_only, "rank", 0)
@@ -53,6 +54,9 @@ def main(cfg: DictConfig) -> float | None:
         if first:
             optim = cfg.optim
             print(plan_batch(cfg).describe(optim.lr, optim.scale_lr, optim.base_batch))
+            if cfg.trainer.accelerator == "gpu":
+                # Some seconds, before hours that may end for want of memory.
+                print(make_plan(cfg, compare=False).to_line())
         fit(trainer, module, data, cfg.resume)
         status = "finished"
     except Stopped as stop:

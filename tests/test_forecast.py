@@ -53,7 +53,11 @@ def test_arithmetic_and_verdict() -> None:
     assert told.remedies["strategy=fsdp"] == pytest.approx(1536 / 4 + 10_240)
     assert plan("hardware=4x3090", "precision=32", "data.batch_size=2").verdict == "tight"
     told = plan("hardware=4x3090", "precision=32", "data.batch_size=3")
-    assert told.verdict == "does not fit" and "does not fit" in told.to_line()
+    assert told.verdict == "does not fit"
+    assert told.to_line() == (
+        "peak memory of a process: 32.00 GiB of 24.0 GiB, does not fit; python -m "
+        "bev_lightning.plan shows what takes less"
+    )
     assert plan("hardware=4x3090", "precision=16", "data.batch_size=4").verdict == "tight"
 
 

@@ -7,6 +7,7 @@ transformer stands in :mod:`bev_lightning.models.swin`. A backbone tells its wid
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -292,7 +293,14 @@ class MapSize:
     """
 
     def __init__(self, *parts: nn.Module) -> None:
-        self._branch = copy.deepcopy(nn.Sequential(*parts)).to("meta").eval()
+        branch = nn.Sequential(*parts)
+        # A copy whose tensors have shapes alone: the values are never copied.
+        blank: dict[int, Any] = {
+            id(t): torch.empty_like(t, device="meta") for t in branch.buffers()
+        }
+        for weight in branch.parameters():
+            blank[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"))
+        self._branch = copy.deepcopy(branch, blank).eval()
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def __call__(self, height: int, width: int) -> tuple[int, int]:
