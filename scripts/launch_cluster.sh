@@ -11,7 +11,7 @@ usage: scripts/launch_cluster.sh --hosts A,B,C,D [OPTIONS] -- WORDS OF bev_light
   --slurm NODES       write a SLURM script for so many machines to the standard output:
                       scripts/launch_cluster.sh --slurm 4 -- hardware=4n1x4090 | sbatch
   --processes N       processes, one for each card, on every machine (1)
-  --restarts N        how often torchrun starts all processes anew after a failure (3)
+  --restarts N        how often torchrun starts all processes anew after a failure (0)
   --port P            of the meeting point (29500)
   --wait S            how long the machines wait for each other at the start [s] (600)
   --interface NAME    network between the machines, for NCCL and gloo; theirs to choose without it
@@ -22,13 +22,13 @@ usage: scripts/launch_cluster.sh --hosts A,B,C,D [OPTIONS] -- WORDS OF bev_light
 
 The machines have to share the folder of the checkpoints (paths.output) and to see the data at the
 same place. The words say hardware.nodes and hardware.devices, as hardware=4n1x4090 does. A failed
-process ends all others; torchrun starts them again, and they go on from the newest checkpoint.
+process ends all others; the same line with resume=auto goes on from the newest checkpoint.
 TEXT
 }
 
 fail() { echo "launch_cluster.sh: $*" >&2; exit 2; }
 
-hosts="" nodes=0 processes=1 restarts=3 port=29500 wait_s=600 interface="" verb=train only_print=0
+hosts="" nodes=0 processes=1 restarts=0 port=29500 wait_s=600 interface="" verb=train only_print=0
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 dir="$here" python=""
 while (($#)); do

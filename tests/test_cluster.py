@@ -131,10 +131,10 @@ def machines(tmp_path: Path) -> Iterator[Path]:
 
 def train_on_four(folder: Path, path: Path, words: list[str], kill: bool) -> Path:
     """Train in ``folder``; with ``kill`` one process dies at the first checkpoint."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     script = ["bash", str(SCRIPT), "--hosts", ",".join(ADDRESSES), "--interface", "eth0"]
-    python = ["--python", sys.executable, "--dir", str(folder), "--restarts", "1", "--"]
-    with (folder / "log.txt").open("w") as log:
+    python = ["--python", sys.executable, "--dir", str(folder), "--"]
+    with (folder / "log.txt").open("a") as log:
         running = subprocess.Popen(
             [*script, *python, *words],
             env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
@@ -146,7 +146,11 @@ def train_on_four(folder: Path, path: Path, words: list[str], kill: bool) -> Pat
             time.sleep(0.05)
         if kill:
             os.kill(find_process(ADDRESSES[2], rank=2), signal.SIGKILL)
-        assert running.wait() == 0, (folder / "log.txt").read_text()[-3000:]
+        code = running.wait()
+    if kill:
+        assert code != 0
+        return train_on_four(folder, path, [*words, "resume=auto"], kill=False)
+    assert code == 0, (folder / "log.txt").read_text()[-3000:]
     (run,) = folder.glob("outputs/train/*")
     return run
 
@@ -169,7 +173,7 @@ def test_four_machines_lose_a_process_and_go_on(machines: Path, tmp_path: Path) 
     whole = train_on_four(tmp_path / "whole", machines, words, kill=False)
     killed = train_on_four(tmp_path / "killed", machines, words, kill=True)
     log = (tmp_path / "killed" / "log.txt").read_text()
-    assert "resume=auto: going on from" in log
+    assert "process 2 (pid " in log and "resume=auto: going on from" in log
     one, other = (
         torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) for run in (whole, killed)
     )
