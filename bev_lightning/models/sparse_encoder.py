@@ -88,7 +88,7 @@ class SparseConvBlock(nn.Sequential):
         self, features: Tensor, rulebook: Rulebook
     ) -> Tensor:
         conv, norm, relu = self
-        result: Tensor = relu(norm(conv(features, rulebook)))
+        result: Tensor = relu(_normalise(conv, norm, features, rulebook))
         return result
 
 
@@ -104,9 +104,22 @@ class SparseBasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, features: Tensor, rulebook: Rulebook) -> Tensor:
-        hidden = self.relu(self.bn1(self.conv1(features, rulebook)))
-        result: Tensor = self.relu(self.bn2(self.conv2(hidden, rulebook)) + features)
+        hidden = self.relu(_normalise(self.conv1, self.bn1, features, rulebook))
+        result: Tensor = self.relu(_normalise(self.conv2, self.bn2, hidden, rulebook) + features)
         return result
+
+
+def _normalise(
+    conv: SparseConv3d, norm: nn.BatchNorm1d, features: Tensor, rulebook: Rulebook
+) -> Tensor:
+    """``norm(conv(features))``. In evaluation the norm is a factor and a shift of each channel,
+    which are the convolution's as well: the map is written once."""
+    mean, variance = norm.running_mean, norm.running_var
+    if norm.training or mean is None or variance is None:
+        result: Tensor = norm(conv(features, rulebook))
+        return result
+    factor = norm.weight * (variance + norm.eps).rsqrt()
+    return sparse_conv(features, conv.weight * factor, rulebook, norm.bias - mean * factor)
 
 
 class SparseStage(nn.Sequential):

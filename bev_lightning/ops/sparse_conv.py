@@ -1,47 +1,46 @@
-"""Sparse 3-D convolution: rulebooks and gather-GEMM-scatter (SECOND, Yan et al. 2018, section
-3.1.2).
+"""Sparse 3-D convolution (SECOND, Yan et al. 2018, section 3.1.2).
 
-A rulebook lists, for each offset of the kernel, which input voxel reaches which output voxel. It
-depends on the coordinates alone, so that it is built once and used by every layer on them.
+A rulebook says for each offset of the kernel which input voxel reaches which output voxel. It
+depends on the coordinates alone, so that it is built once and used by every layer on them. It is a
+table with a column per voxel and not a list of pairs: no length depends on how voxels lie to one
+another, so that a GPU need not tell the host how many pairs there are, and each output has one
+owner, which adds in the order of the offsets, without atomics.
 
 Coordinates are ``(V, 4)`` int64 rows sample, z, y, x without duplicates; weights are
 ``(kz, ky, kx, Cin, Cout)``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bev_lightning.ops.backend import choose
+
 Size3 = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Rulebook:
-    """Pairs of input and output voxels, grouped by the offset of the kernel.
-
-    Within one offset no input and no output occurs twice, hence sums have a fixed order.
+    """Who meets whom, int32; offsets with z slowest, x fastest, K of them.
 
     Attributes:
-        inputs, outputs: ``(M,)`` int64 rows, offset by offset (z slowest, x fastest).
-        counts: ``(kz * ky * kx,)`` int64 pairs of each offset, on the CPU on any device.
-        num_outputs: number of output voxels.
-        centre: the offset that takes every voxel to itself and is not listed; -1 without one.
+        sources: ``(K, num_outputs)`` row of the input that reaches an output by an offset, -1 where
+            there is none.
+        targets: ``(K, num_inputs)`` row of the output that an input reaches by an offset, -1 where
+            there is none: the same pairs as the gradient goes.
     """
 
-    inputs: Tensor
-    outputs: Tensor
-    counts: Tensor
-    num_outputs: int
-    centre: int = -1
+    sources: Tensor
+    targets: Tensor
 
 
 @torch.no_grad()
 def build_submanifold_rulebook(coords: Tensor, shape: Size3, kernel: Size3) -> Rulebook:
-    """Rulebook of a submanifold convolution, whose outputs stand at its inputs' coordinates.
+    """Rulebook of a submanifold convolution, whose outputs stand at its inputs' coordinates. A GPU
+    builds it without a word to the host.
 
     Args:
         coords: ``(V, 4)`` sample, z, y, x.
@@ -53,42 +52,9 @@ def build_submanifold_rulebook(coords: Tensor, shape: Size3, kernel: Size3) -> R
     """
     if any(extent % 2 == 0 for extent in kernel):
         raise ValueError(f"a submanifold convolution takes an odd kernel, got {kernel}")
-    if coords.device.type == "cpu":
-        from bev_lightning.ops.sparse_conv_cpu import pair_neighbours
-
-        sources, targets, counts = (
-            torch.from_numpy(array) for array in pair_neighbours(coords.numpy(), shape, kernel)
-        )
-    else:
-        sources, targets, counts = _pair_neighbours(coords, shape, kernel)
-    # The second half of the kernel mirrors the first: what reaches me by d, I reach by -d.
-    zero = counts.new_zeros(1)
-    return Rulebook(
-        inputs=torch.cat([sources, targets.flip(0)]),
-        outputs=torch.cat([targets, sources.flip(0)]),
-        counts=torch.cat([counts, zero, counts.flip(0)]),
-        num_outputs=coords.shape[0],
-        centre=counts.shape[0],
-    )
-
-
-def _pair_neighbours(coords: Tensor, shape: Size3, kernel: Size3) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, outputs and counts of the first half of the offsets, by binary search: for any
-    device.
-
-    The number of pairs is known to the device alone: the host waits for it twice.
-    """
-    extent = coords.new_tensor(shape)
-    offsets = _kernel_offsets(kernel, coords.device)
-    offsets = offsets[: len(offsets) // 2] - coords.new_tensor(kernel) // 2
-    neighbour = coords[:, 1:] + offsets.unsqueeze(1)
-    inside = ((neighbour >= 0) & (neighbour < extent)).all(dim=-1)
-    wanted = _flatten(coords[:, 0], neighbour, shape)
-    keys, order = torch.sort(_flatten(coords[:, 0], coords[:, 1:], shape))
-    place = torch.searchsorted(keys, wanted).clamp_(max=max(len(keys) - 1, 0))
-    found = inside & (keys[place] == wanted) if len(keys) else inside
-    offset, target = found.nonzero(as_tuple=True)
-    return order[place[offset, target]], target, found.sum(dim=1).cpu()
+    sources = _pair_neighbours(coords, shape, kernel)
+    # What reaches me by an offset, I reach by its mirror image.
+    return Rulebook(sources, sources.flip(0))
 
 
 @torch.no_grad()
@@ -109,186 +75,211 @@ def build_strided_rulebook(
     z, y, x = (
         (shape[axis] + 2 * padding[axis] - kernel[axis]) // stride[axis] + 1 for axis in (0, 1, 2)
     )
-    if coords.device.type == "cpu":
-        from bev_lightning.ops.sparse_conv_cpu import pair_strided
-
-        sources, targets, counts, keys = (
-            torch.from_numpy(array)
-            for array in pair_strided(coords.numpy(), (z, y, x), kernel, stride, padding)
-        )
-    else:
-        sources, targets, counts, keys = _pair_strided(coords, (z, y, x), kernel, stride, padding)
+    sources, targets, keys = _pair_strided(coords, (z, y, x), kernel, stride, padding)
     rows = [keys // (z * y * x), keys // (y * x) % z, keys // x % y, keys % x]
-    return Rulebook(sources, targets, counts, len(keys)), torch.stack(rows, dim=1), (z, y, x)
+    return Rulebook(sources, targets), torch.stack(rows, dim=1), (z, y, x)
 
 
-def _pair_strided(
-    coords: Tensor, out_shape: Size3, kernel: Size3, stride: Size3, padding: Size3
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs, outputs, counts and the outputs' flat coordinates, by sorting: for any device.
+def sparse_conv(
+    features: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = None
+) -> Tensor:
+    """``out[o] = bias + sum over offset k that reaches o: features[sources[k, o]] @ weight[k]``.
 
-    The numbers of pairs and of outputs are known to the device alone: the host waits three times.
-    """
-    reach = coords[:, 1:] + coords.new_tensor(padding)
-    reach = reach - _kernel_offsets(kernel, coords.device).unsqueeze(1)
-    step = coords.new_tensor(stride)
-    cell = torch.div(reach, step, rounding_mode="floor")
-    hit = (reach >= 0) & (cell * step == reach) & (cell < coords.new_tensor(out_shape))
-    hit = hit.all(dim=-1)
-    offset, source = hit.nonzero(as_tuple=True)
-    flat = _flatten(coords[source, 0], cell[offset, source], out_shape)
-    keys, target = torch.unique(flat, return_inverse=True)
-    return source, target, hit.sum(dim=1).cpu(), keys
-
-
-def sparse_conv(features: Tensor, weight: Tensor, rulebook: Rulebook) -> Tensor:
-    """``out[o] = sum over pairs (i, o) of offset k: features[i] @ weight[k]``.
-
-    Under autocast the products are taken in its type; sums are float32 in any case (float64 for
-    float64). On the CPU the result is the same bit by bit with any number of threads.
+    Under autocast the factors are rounded to its type; sums are float32 in any case (float64 for
+    float64). The same bit by bit at every run and with any number of threads; gradients too.
 
     Args:
         features: ``(V, Cin)``.
         weight: ``(kz, ky, kx, Cin, Cout)``.
         rulebook: of the same coordinates and kernel.
+        bias: ``(Cout,)`` in the type of the sums.
 
     Returns:
         ``(num_outputs, Cout)``.
     """
-    device = features.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    device = features.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
         features, weight = features.to(dtype), weight.to(dtype)
-    result: Tensor = _sparse_conv(
-        features,
-        weight.flatten(0, 2),
-        rulebook.inputs,
-        rulebook.outputs,
-        rulebook.counts,
-        rulebook.num_outputs,
-        rulebook.centre,
-    )
+    weight = weight.flatten(0, 2)
+    chosen = choose(device)
+    if chosen == "reference" or (chosen == "triton" and features.dtype == torch.float64):
+        return _convolve_reference(features, weight, bias, rulebook.sources)
+    result: Tensor = _convolve(features, weight, bias, rulebook.sources, rulebook.targets)
     return result
 
 
-@torch.library.custom_op("bev_lightning::sparse_conv", mutates_args=())
-def _sparse_conv(
-    features: Tensor,
-    weight: Tensor,
-    inputs: Tensor,
-    outputs: Tensor,
-    counts: Tensor,
-    num_outputs: int,
-    centre: int,
+def _convolve_reference(
+    features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor
 ) -> Tensor:
     wide = _wide(features.dtype)
-    with _one_thread(features):
-        total = features.new_zeros(num_outputs, weight.shape[2], dtype=wide)
-        if centre >= 0:
-            total += features @ weight[centre]
-        for offset, source, target in _groups(inputs, outputs, counts):
-            total.index_add_(0, target, (features[source] @ weight[offset]).to(wide))
+    # Row -1 is the last one: zeros, which is what absent voxels are.
+    padded = torch.cat([features, features.new_zeros(1, features.shape[1])]).to(wide)
+    total = features.new_zeros(sources.shape[1], weight.shape[2], dtype=wide)
+    if bias is not None:
+        total = total + bias.to(wide)
+    with torch.autocast(features.device.type, enabled=False):
+        for rows, matrix in zip(sources.long(), weight.to(wide), strict=True):
+            total = total + padded[rows] @ matrix
     return total.to(features.dtype)
 
 
-@_sparse_conv.register_fake
-def _(
-    features: Tensor,
-    weight: Tensor,
-    inputs: Tensor,
-    outputs: Tensor,
-    counts: Tensor,
-    num_outputs: int,
-    centre: int,
+@torch.library.custom_op("bev_lightning::sparse_conv", mutates_args=())
+def _convolve(
+    features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor
 ) -> Tensor:
-    return features.new_empty(num_outputs, weight.shape[2])
-
-
-@torch.library.custom_op("bev_lightning::sparse_conv_backward", mutates_args=())
-def _sparse_conv_backward(
-    grad: Tensor,
-    features: Tensor,
-    weight: Tensor,
-    inputs: Tensor,
-    outputs: Tensor,
-    counts: Tensor,
-    centre: int,
-    need_features: bool,
-) -> tuple[Tensor, Tensor]:
+    features, weight = features.contiguous(), weight.contiguous()
+    sources = sources.contiguous()
     wide = _wide(features.dtype)
-    grad_features = torch.zeros_like(features, dtype=wide)
-    grad_weight = torch.zeros_like(weight)
-    with _one_thread(features):
-        if centre >= 0:
-            grad_weight[centre] = features.T @ grad
-            if need_features:
-                grad_features += grad @ weight[centre].T
-        for offset, source, target in _groups(inputs, outputs, counts):
-            reached = grad[target]
-            grad_weight[offset] = features[source].T @ reached
-            if need_features:
-                grad_features.index_add_(0, source, (reached @ weight[offset].T).to(wide))
-    return grad_features.to(features.dtype), grad_weight
+    bias = None if bias is None else bias.to(wide).contiguous()
+    if choose(features.device) == "triton":
+        from bev_lightning.ops.sparse_conv_triton import convolve
+
+        return convolve(features, weight, bias, sources)
+    from bev_lightning.ops.sparse_conv_cpu import convolve as convolve_cpu
+
+    return convolve_cpu(features.to(wide), weight.to(wide), bias, sources).to(features.dtype)
 
 
-@_sparse_conv_backward.register_fake
+@_convolve.register_fake
 def _(
-    grad: Tensor,
-    features: Tensor,
-    weight: Tensor,
-    inputs: Tensor,
-    outputs: Tensor,
-    counts: Tensor,
-    centre: int,
-    need_features: bool,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(features), torch.empty_like(weight)
+    features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor
+) -> Tensor:
+    return features.new_empty(sources.shape[1], weight.shape[2])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, _, ctx.centre = inputs
-    ctx.save_for_backward(*tensors)
+@torch.library.custom_op("bev_lightning::sparse_conv_weight", mutates_args=())
+def _weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
+    """``out[k] = sum over o: features[sources[k, o]].T @ grad[o]``, ``(K, Cin, Cout)``."""
+    features, grad, sources = features.contiguous(), grad.contiguous(), sources.contiguous()
+    if choose(features.device) == "triton":
+        from bev_lightning.ops.sparse_conv_triton import weight_gradient
+
+        return weight_gradient(features, grad, sources)
+    from bev_lightning.ops.sparse_conv_cpu import weight_gradient as gradient_cpu
+
+    wide = _wide(features.dtype)
+    return gradient_cpu(features.to(wide), grad.to(wide), sources).to(features.dtype)
+
+
+@_weight_gradient.register_fake
+def _(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
+    return features.new_empty(sources.shape[0], features.shape[1], grad.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    features, weight, bias, sources, targets = inputs
+    ctx.bias_type = None if bias is None else bias.dtype
+    ctx.save_for_backward(features, weight, sources, targets)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    need_features, need_weight = ctx.needs_input_grad[:2]
-    grad_features, grad_weight = _sparse_conv_backward(
-        grad.contiguous(), *ctx.saved_tensors, ctx.centre, need_features
-    )
+    features, weight, sources, targets = ctx.saved_tensors
+    to_features, to_weight, to_bias, _, _ = ctx.needs_input_grad
     return (
-        grad_features if need_features else None,
-        grad_weight if need_weight else None,
-        *(None,) * 5,
+        # The same convolution, the other way round.
+        _convolve(grad, weight.transpose(1, 2), None, targets, sources) if to_features else None,
+        _weight_gradient(features, grad, sources) if to_weight else None,
+        grad.sum(0, dtype=_wide(grad.dtype)).to(ctx.bias_type) if to_bias else None,
+        None,
+        None,
     )
 
 
-_sparse_conv.register_autograd(_backward, setup_context=_save)
+_convolve.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _groups(
-    inputs: Tensor, outputs: Tensor, counts: Tensor
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """The kernel's offsets that have pairs, with their inputs and outputs."""
-    start = 0
-    for offset, count in enumerate(counts.tolist()):
-        if count:
-            yield offset, inputs[start : start + count], outputs[start : start + count]
-        start += count
+@torch.library.custom_op("bev_lightning::pair_neighbours", mutates_args=())
+def _pair_neighbours(coords: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
+    """``sources`` of a submanifold rulebook."""
+    if choose(coords.device) == "numba":
+        from bev_lightning.ops.sparse_conv_cpu import pair_neighbours
+
+        return pair_neighbours(coords, _size(shape), _size(kernel))
+    return _pair_neighbours_torch(coords, _size(shape), _size(kernel))
 
 
-@contextmanager
-def _one_thread(tensor: Tensor) -> Iterator[None]:
-    """BLAS splits a product otherwise with each number of threads, and so rounds otherwise. These
-    products are small and bound by the gather around them: one thread costs little and is exact."""
-    before = torch.get_num_threads()
-    if tensor.device.type != "cpu" or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+@_pair_neighbours.register_fake
+def _(coords: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
+    num_offsets = kernel[0] * kernel[1] * kernel[2]
+    return coords.new_empty((num_offsets, coords.shape[0]), dtype=torch.int32)
+
+
+def _pair_neighbours_torch(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
+    """By binary search, for any device."""
+    offsets = _kernel_offsets(kernel, coords.device)
+    if not len(coords):
+        return coords.new_empty((len(offsets), 0), dtype=torch.int32)
+    centre = torch.tensor(kernel, device=coords.device) // 2
+    neighbour = coords[:, 1:] + (offsets - centre).unsqueeze(1)
+    extent = torch.tensor(shape, device=coords.device)
+    inside = ((neighbour >= 0) & (neighbour < extent)).all(dim=-1)
+    wanted = _flatten(coords[:, 0], neighbour, shape)
+    keys, order = torch.sort(_flatten(coords[:, 0], coords[:, 1:], shape))
+    place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    found = inside & (keys[place] == wanted)
+    return torch.where(found, order[place], -1).int()
+
+
+@torch.library.custom_op("bev_lightning::pair_strided", mutates_args=())
+def _pair_strided(
+    coords: Tensor,
+    out_shape: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``sources`` and ``targets`` of a strided rulebook and the outputs' flat coordinates."""
+    sizes = _size(out_shape), _size(kernel), _size(stride), _size(padding)
+    if choose(coords.device) == "numba":
+        from bev_lightning.ops.sparse_conv_cpu import pair_strided
+
+        return pair_strided(coords, *sizes)
+    return _pair_strided_torch(coords, *sizes)
+
+
+@_pair_strided.register_fake
+def _(
+    coords: Tensor,
+    out_shape: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_outputs = torch.library.get_ctx().new_dynamic_size()
+    num_offsets = kernel[0] * kernel[1] * kernel[2]
+    return (
+        coords.new_empty((num_offsets, num_outputs), dtype=torch.int32),
+        coords.new_empty((num_offsets, coords.shape[0]), dtype=torch.int32),
+        coords.new_empty(num_outputs),
+    )
+
+
+def _pair_strided_torch(
+    coords: Tensor, out_shape: Size3, kernel: Size3, stride: Size3, padding: Size3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By sorting, for any device. The number of outputs is known to the device alone: the host
+    waits for it once, for it is the length of what follows."""
+    device = coords.device
+    offsets = _kernel_offsets(kernel, device)
+    reach = coords[:, 1:] + torch.tensor(padding, device=device) - offsets.unsqueeze(1)
+    step = torch.tensor(stride, device=device)
+    cell = torch.div(reach, step, rounding_mode="floor")
+    hit = (reach >= 0) & (cell * step == reach) & (cell < torch.tensor(out_shape, device=device))
+    hit = hit.all(dim=-1)
+    # A key above all others stands for "none", so that it is the last one and exists in any case.
+    none = torch.iinfo(torch.int64).max
+    flat = torch.where(hit, _flatten(coords[:, 0], cell, out_shape), none)
+    keys, target = torch.unique(
+        torch.cat([flat.flatten(), flat.new_full((1,), none)]), return_inverse=True
+    )
+    num_outputs = len(keys) - 1
+    target = target[:-1].view(flat.shape)
+    sources = coords.new_full((len(offsets), num_outputs + 1), -1, dtype=torch.int32)
+    rows = torch.arange(len(coords), device=device, dtype=torch.int32).expand_as(flat)
+    # Within an offset no output occurs twice, but for the column "none", which is cut off.
+    sources = sources.scatter_(1, target, rows)[:, :num_outputs].contiguous()
+    return sources, torch.where(hit, target, -1).int(), keys[:num_outputs]
 
 
 def _kernel_offsets(kernel: Size3, device: torch.device) -> Tensor:
@@ -303,6 +294,11 @@ def _flatten(sample: Tensor, zyx: Tensor, shape: Size3) -> Tensor:
     return ((sample * shape[0] + z) * shape[1] + y) * shape[2] + x
 
 
+def _size(values: Sequence[int]) -> Size3:
+    z, y, x = values
+    return z, y, x
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Accumulate half precision in float32."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.promote_types(dtype, torch.float32)

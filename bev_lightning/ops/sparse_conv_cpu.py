@@ -1,134 +1,196 @@
-"""CPU kernels of :mod:`bev_lightning.ops.sparse_conv`, compiled on first use; a GPU never imports
-them. Hash tables instead of sorting and binary search; the same pairs in the same order."""
+"""CPU loops of :mod:`bev_lightning.ops.sparse_conv`, compiled on first use; a GPU never imports
+them.
 
-import numpy as np
+Each output has one owner, which adds in a fixed order.
+"""
+
+import torch
 from numba import njit
-from numpy.typing import NDArray
+from torch import Tensor
 
-Integers = NDArray[np.int64]
+from bev_lightning.ops.backend import share_out
+
 Size3 = tuple[int, int, int]
 
+# Rows that are finished together, so that they and one offset's weights stay in the cache.
+_ROWS = 64
 
-def pair_neighbours(
-    coords: Integers, shape: Size3, kernel: Size3
-) -> tuple[Integers, Integers, Integers]:
-    """See ``sparse_conv._pair_neighbours``."""
-    half = kernel[0] * kernel[1] * kernel[2] // 2
-    pairs = np.empty((2, half * len(coords)), np.int64)
-    counts = np.zeros(half, np.int64)
-    _pair_neighbours(
-        np.ascontiguousarray(coords), shape, kernel, _table(len(coords)), pairs, counts
-    )
-    total = int(counts.sum())
-    return pairs[0, :total].copy(), pairs[1, :total].copy(), counts
+
+def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor) -> Tensor:
+    """``(num_outputs, Cout)``; see ``sparse_conv._convolve``."""
+    out = features.new_zeros(sources.shape[1], weight.shape[2])
+    if bias is not None:
+        out += bias
+    tensors = (features, weight, sources, out)
+    share_out(_convolve, len(out), *(tensor.numpy() for tensor in tensors))
+    return out
+
+
+def weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
+    """``(K, Cin, Cout)``; see ``sparse_conv._weight_gradient``."""
+    out = features.new_zeros(len(sources), features.shape[1], grad.shape[1])
+    tensors = (features, grad, sources, out)
+    share_out(_add_products, len(out), *(tensor.numpy() for tensor in tensors))
+    return out
+
+
+def pair_neighbours(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
+    """See ``sparse_conv._pair_neighbours``; sorted keys are walked along together with their
+    neighbours' instead of searched."""
+    z, y, x = coords[:, 1:].unbind(1)
+    keys = ((coords[:, 0] * shape[0] + z) * shape[1] + y) * shape[2] + x
+    # What a strided convolution left is sorted.
+    order = torch.arange(len(keys))
+    if not bool((keys[1:] > keys[:-1]).all()):
+        keys, order = keys.sort()
+    sources = torch.full((kernel[0] * kernel[1] * kernel[2], len(coords)), -1, dtype=torch.int32)
+    tensors = (coords[order], keys, order, sources)
+    _pair_neighbours(shape, kernel, *(tensor.numpy() for tensor in tensors))
+    return sources
 
 
 def pair_strided(
-    coords: Integers, out_shape: Size3, kernel: Size3, stride: Size3, padding: Size3
-) -> tuple[Integers, Integers, Integers, Integers]:
-    """See ``sparse_conv._pair_strided``."""
-    num_offsets = kernel[0] * kernel[1] * kernel[2]
+    coords: Tensor, out_shape: Size3, kernel: Size3, stride: Size3, padding: Size3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``sparse_conv._pair_strided``; a hash table numbers the outputs."""
     # Of the offsets along one axis at most ceil(kernel / stride) meet the stride.
-    most = 1
+    most = len(coords)
     for axis in (0, 1, 2):
         most *= -(-kernel[axis] // stride[axis])
-    pairs = np.empty((2, most * len(coords)), np.int64)
-    keys = np.empty(most * len(coords), np.int64)
-    counts = np.zeros(num_offsets, np.int64)
-    table = _table(most * len(coords))
-    num_keys = _pair_strided(
-        np.ascontiguousarray(coords),
-        out_shape,
-        kernel,
-        stride,
-        padding,
-        table,
-        pairs,
-        keys,
-        counts,
+    targets = torch.full((kernel[0] * kernel[1] * kernel[2], len(coords)), -1, dtype=torch.int32)
+    keys = torch.empty(most, dtype=torch.int64)
+    # At most half full, so that probing stays short; a power of two, so that a mask wraps round.
+    table = torch.full((1 << max(4, (2 * most).bit_length()),), -1, dtype=torch.int32)
+    tensors = (coords.contiguous(), table, keys, targets)
+    num_keys = _number_outputs(
+        out_shape, kernel, stride, padding, *(tensor.numpy() for tensor in tensors)
     )
-    total = int(counts.sum())
-    keys = keys[:num_keys]
-    order = np.argsort(keys)
-    rank = np.empty(num_keys, np.int64)
-    rank[order] = np.arange(num_keys)
-    return pairs[0, :total].copy(), rank[pairs[1, :total]], counts, keys[order]
+    keys, order = keys[:num_keys].sort()
+    rank = torch.empty(num_keys, dtype=torch.int32)
+    rank[order] = torch.arange(num_keys, dtype=torch.int32)
+    sources = torch.full((len(targets), num_keys), -1, dtype=torch.int32)
+    _rank_outputs(rank.numpy(), targets.numpy(), sources.numpy())
+    return sources, targets, keys
 
 
-def _table(num_keys: int) -> Integers:
-    """At most half full, so that probing stays short; a power of two, so that a mask wraps
-    round."""
-    return np.full((1 << max(4, (2 * num_keys).bit_length()), 2), -1, np.int64)
+@njit(cache=True, nogil=True, fastmath={"contract"})
+def _convolve(first, last, features, weight, sources, out):  # type: ignore[no-untyped-def]
+    in_channels, out_channels = weight.shape[1:]
+    for start in range(first, last, _ROWS):
+        for k in range(len(sources)):
+            for row in range(start, min(start + _ROWS, last)):
+                source = sources[k, row]
+                if source < 0:
+                    continue
+                # Four at a time: an output is loaded and stored once for four products.
+                for c in range(0, in_channels - 3, 4):
+                    a, b = features[source, c], features[source, c + 1]
+                    d, e = features[source, c + 2], features[source, c + 3]
+                    for j in range(out_channels):
+                        total = out[row, j] + a * weight[k, c, j]
+                        total = total + b * weight[k, c + 1, j]
+                        total = total + d * weight[k, c + 2, j]
+                        out[row, j] = total + e * weight[k, c + 3, j]
+                for c in range(in_channels // 4 * 4, in_channels):
+                    a = features[source, c]
+                    for j in range(out_channels):
+                        out[row, j] += a * weight[k, c, j]
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _place(key, table):  # type: ignore[no-untyped-def]
-    """Slot of the key in the table of (key, value), or the empty slot where it belongs."""
-    mask = np.uint64(len(table) - 1)
-    place = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)) & mask
-    while table[place, 0] >= 0 and table[place, 0] != key:
-        place = (place + np.uint64(1)) & mask
-    return place
+@njit(cache=True, nogil=True, fastmath={"contract"})
+def _add_products(first, last, features, grad, sources, out):  # type: ignore[no-untyped-def]
+    in_channels, out_channels = out.shape[1:]
+    num_outputs = sources.shape[1]
+    for k in range(first, last):
+        row = 0
+        while row < num_outputs:
+            # The next four pairs; where fewer are left, the last ones are one by one.
+            found, p, q, r, s = 0, 0, 0, 0, 0
+            while row < num_outputs and found < 4:
+                if sources[k, row] >= 0:
+                    p, q, r, s = q, r, s, row
+                    found += 1
+                row += 1
+            if found == 4:
+                i, m, n, o = sources[k, p], sources[k, q], sources[k, r], sources[k, s]
+                for c in range(in_channels):
+                    a, b, d, e = features[i, c], features[m, c], features[n, c], features[o, c]
+                    for j in range(out_channels):
+                        total = out[k, c, j] + a * grad[p, j]
+                        total = total + b * grad[q, j]
+                        total = total + d * grad[r, j]
+                        out[k, c, j] = total + e * grad[s, j]
+                continue
+            for rest in range(found):
+                at = (q, r, s)[rest + 3 - found]
+                for c in range(in_channels):
+                    a = features[sources[k, at], c]
+                    for j in range(out_channels):
+                        out[k, c, j] += a * grad[at, j]
 
 
 @njit(cache=True, nogil=True)
-def _pair_neighbours(coords, shape, kernel, table, pairs, counts):  # type: ignore[no-untyped-def]
+def _pair_neighbours(shape, kernel, coords, keys, order, sources):  # type: ignore[no-untyped-def]
     depth, height, width = shape
-    keys = np.empty(len(coords), np.int64)
-    for row in range(len(coords)):
-        sample, z, y, x = coords[row]
-        keys[row] = ((sample * depth + z) * height + y) * width + x
-        place = _place(keys[row], table)
-        table[place, 0] = keys[row]
-        table[place, 1] = row
-    total = 0
-    for offset in range(len(counts)):
+    num = len(keys)
+    num_offsets = len(sources)
+    for row in range(num):
+        sources[num_offsets // 2, row] = row
+    # The second half of the kernel mirrors the first: what reaches me by d, I reach by -d.
+    for offset in range(num_offsets // 2):
         dz = offset // (kernel[1] * kernel[2]) - kernel[0] // 2
         dy = offset // kernel[2] % kernel[1] - kernel[1] // 2
         dx = offset % kernel[2] - kernel[2] // 2
         shift = (dz * height + dy) * width + dx
-        start = total
-        for row in range(len(coords)):
-            z, y, x = coords[row, 1] + dz, coords[row, 2] + dy, coords[row, 3] + dx
+        place = 0
+        for i in range(num):
+            wanted = keys[i] + shift
+            while keys[place] < wanted:  # ends at i, for shift is negative
+                place += 1
+            if keys[place] != wanted:
+                continue
+            z, y, x = coords[i, 1] + dz, coords[i, 2] + dy, coords[i, 3] + dx
             if z < 0 or z >= depth or y < 0 or y >= height or x < 0 or x >= width:
                 continue
-            place = _place(keys[row] + shift, table)
-            if table[place, 0] >= 0:
-                pairs[0, total] = table[place, 1]
-                pairs[1, total] = row
-                total += 1
-        counts[offset] = total - start
+            sources[offset, order[i]] = order[place]
+            sources[num_offsets - 1 - offset, order[place]] = order[i]
 
 
 @njit(cache=True, nogil=True)
-def _pair_strided(  # type: ignore[no-untyped-def]
-    coords, out_shape, kernel, stride, padding, table, pairs, keys, counts
+def _number_outputs(  # type: ignore[no-untyped-def]
+    out_shape, kernel, stride, padding, coords, table, keys, targets
 ):
     depth, height, width = out_shape
-    total, num_keys = 0, 0
-    for offset in range(len(counts)):
-        kz = offset // (kernel[1] * kernel[2])
-        ky = offset // kernel[2] % kernel[1]
-        kx = offset % kernel[2]
-        start = total
-        for row in range(len(coords)):
-            z = coords[row, 1] + padding[0] - kz
-            y = coords[row, 2] + padding[1] - ky
-            x = coords[row, 3] + padding[2] - kx
+    mask = len(table) - 1
+    num_keys = 0
+    for row in range(len(coords)):
+        for offset in range(len(targets)):
+            z = coords[row, 1] + padding[0] - offset // (kernel[1] * kernel[2])
+            y = coords[row, 2] + padding[1] - offset // kernel[2] % kernel[1]
+            x = coords[row, 3] + padding[2] - offset % kernel[2]
             if z < 0 or y < 0 or x < 0 or z % stride[0] or y % stride[1] or x % stride[2]:
                 continue
             z, y, x = z // stride[0], y // stride[1], x // stride[2]
             if z >= depth or y >= height or x >= width:
                 continue
             key = ((coords[row, 0] * depth + z) * height + y) * width + x
-            place = _place(key, table)
-            if table[place, 0] < 0:
-                table[place, 0] = key
-                table[place, 1] = num_keys
+            # Neighbours in x share a line of memory.
+            place = ((key >> 3) * 0x9E3779B1 & mask) ^ (key & 7)
+            while table[place] >= 0 and keys[table[place]] != key:
+                place = (place + 1) & mask
+            if table[place] < 0:
+                table[place] = num_keys
                 keys[num_keys] = key
                 num_keys += 1
-            pairs[0, total] = row
-            pairs[1, total] = table[place, 1]
-            total += 1
-        counts[offset] = total - start
+            targets[offset, row] = table[place]
     return num_keys
+
+
+@njit(cache=True, nogil=True)
+def _rank_outputs(rank, targets, sources):  # type: ignore[no-untyped-def]
+    for offset in range(len(targets)):
+        for row in range(targets.shape[1]):
+            number = targets[offset, row]
+            if number >= 0:
+                targets[offset, row] = rank[number]
+                sources[offset, rank[number]] = row

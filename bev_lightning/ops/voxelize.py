@@ -3,8 +3,12 @@
 Cells are ordered (z, y, x) as in BEV maps ``(B, C, Y, X)``; MIT BEVFusion orders them (x, y, z).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from bev_lightning.ops.backend import choose
 
 Range = tuple[float, float, float, float, float, float]
 Cell = tuple[float, float, float]
@@ -72,59 +76,101 @@ def voxelize_hard(
         coordinates ``(V, 4)`` int64 as sample, z, y, x; and their number of points ``(V,)`` int64.
         Voxels of one sample stand together, samples in order.
     """
-    depth, height, width = grid_shape(range_m, cell_m)
-    cells = assign_cells(features, count, range_m, cell_m)
-    if features.device.type == "cpu":
-        from bev_lightning.ops.voxelize_cpu import number_voxels
-
-        numbers, slots, first = number_voxels(cells.contiguous().numpy(), max_points, max_voxels)
-        voxel, slot, first_point = (torch.from_numpy(array) for array in (numbers, slots, first))
-    else:
-        voxel, slot, first_point = _number_voxels(cells, max_points, max_voxels)
-    kept = (slot >= 0).nonzero().squeeze(1)
-    flat = features.flatten(0, 1).detach()
-    voxels = flat.new_zeros(len(first_point), max_points, features.shape[2])
-    voxels[voxel[kept], slot[kept]] = flat[kept]
-    num_points = torch.bincount(voxel[kept], minlength=len(first_point))
-    cell = cells.flatten()[first_point]
-    coords = [cell // (width * height * depth), cell // (width * height) % depth]
-    coords += [cell // width % height, cell % width]
-    return voxels, torch.stack(coords, dim=1), num_points
-
-
-def _number_voxels(
-    cells: Tensor, max_points: int, max_voxels: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The voxel and the place in it of each point, by sorting: for any device.
-
-    The sizes of the results are known to the device alone, so a GPU waits for the host three times.
-
-    Args:
-        cells: ``(B, P)`` cells, -1 for points that are dropped.
-
-    Returns:
-        ``(B * P,)`` number of the voxel (meaningless where the point is not kept), ``(B * P,)``
-        place in it, -1 where the point is not kept, and ``(V,)`` row of each voxel's first point.
-    """
-    samples, rows = cells.shape
-    flat = cells.flatten()
-    order = (flat >= 0).nonzero().squeeze(1)
-    # Stable: the points of a cell keep their order, so the first of a run is the cell's first
-    # point.
-    sorted_cells, permutation = torch.sort(flat[order], stable=True)
-    order = order[permutation]
-    _, run, lengths = torch.unique_consecutive(
-        sorted_cells, return_inverse=True, return_counts=True
+    result: tuple[Tensor, Tensor, Tensor] = _voxelize(
+        features.detach(), count, range_m, cell_m, max_points, max_voxels
     )
-    starts = lengths.cumsum(0) - lengths
-    first_point, by_age = torch.sort(order[starts])
-    sample = torch.div(first_point, max(rows, 1), rounding_mode="floor")
-    before = torch.searchsorted(sample, torch.arange(samples, device=cells.device))
-    opened = torch.arange(len(sample), device=cells.device) - before[sample] < max_voxels
-    number = torch.empty_like(by_age)
-    number[by_age] = torch.where(opened, opened.long().cumsum(0) - 1, -1)
-    rank = torch.arange(len(order), device=cells.device) - starts[run]
-    voxel, slot = torch.full_like(flat, -1), torch.full_like(flat, -1)
-    voxel[order] = number[run]
-    slot[order] = torch.where((rank < max_points) & (number[run] >= 0), rank, -1)
-    return voxel, slot, first_point[opened]
+    return result
+
+
+@torch.library.custom_op("bev_lightning::voxelize_hard", mutates_args=())
+def _voxelize(
+    features: Tensor,
+    count: Tensor,
+    range_m: Sequence[float],
+    cell_m: Sequence[float],
+    max_points: int,
+    max_voxels: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    extent, cell = _six(range_m), _three(cell_m)
+    if choose(features.device) == "numba":
+        from bev_lightning.ops.voxelize_cpu import voxelize
+
+        shape = grid_shape(extent, cell)
+        return voxelize(features, count, extent, cell, shape, max_points, max_voxels)
+    return _voxelize_torch(features, count, extent, cell, max_points, max_voxels)
+
+
+@_voxelize.register_fake
+def _(
+    features: Tensor,
+    count: Tensor,
+    range_m: Sequence[float],
+    cell_m: Sequence[float],
+    max_points: int,
+    max_voxels: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_voxels = torch.library.get_ctx().new_dynamic_size()
+    return (
+        features.new_empty(num_voxels, max_points, features.shape[2]),
+        features.new_empty((num_voxels, 4), dtype=torch.int64),
+        features.new_empty((num_voxels,), dtype=torch.int64),
+    )
+
+
+def _voxelize_torch(
+    features: Tensor,
+    count: Tensor,
+    range_m: Range,
+    cell_m: Cell,
+    max_points: int,
+    max_voxels: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By one sort, for any device. The number of voxels is known to the device alone: the host
+    waits for it once, for it is the length of the result."""
+    samples, num_rows, width = features.shape
+    device = features.device
+    cells = assign_cells(features, count, range_m, cell_m).flatten()
+    inside = cells >= 0
+    # Stable: the points of a cell keep their order, so that the first of a run is the cell's first.
+    sorted_cells, order = torch.sort(
+        torch.where(inside, cells, torch.iinfo(torch.int64).max), stable=True
+    )
+    position = torch.arange(len(order), device=device)
+    begins = torch.ones_like(inside)
+    begins[1:] = sorted_cells[1:] != sorted_cells[:-1]
+    start = torch.where(begins, position, 0)
+    start = start.cummax(0).values if len(start) else start
+    first, rank = torch.empty_like(order), torch.empty_like(order)
+    first[order], rank[order] = order[start], position - start
+    # In the order of the points: who opens a voxel, and who still may.
+    opens = (inside & (first == position)).view(samples, num_rows)
+    opened = (opens & (opens.long().cumsum(1) <= max_voxels)).flatten()
+    number = opened.long().cumsum(0) - 1
+    first_point = opened.nonzero().squeeze(1)
+    num_voxels = len(first_point)
+    kept = inside & opened[first] & (rank < max_points)
+    # One place more, for what is not kept.
+    place = torch.where(kept, number[first] * max_points + rank, num_voxels * max_points)
+    voxels = features.new_zeros(num_voxels * max_points + 1, width)
+    voxels[place] = features.flatten(0, 1)
+    num_points = torch.zeros(num_voxels + 1, dtype=torch.int64, device=device)
+    num_points.index_add_(0, torch.where(kept, number[first], num_voxels), kept.long())
+    cell = cells[first_point]
+    depth, height, columns = grid_shape(range_m, cell_m)
+    coords = [cell // (columns * height * depth), cell // (columns * height) % depth]
+    coords += [cell // columns % height, cell % columns]
+    return (
+        voxels[:-1].view(num_voxels, max_points, width),
+        torch.stack(coords, dim=1),
+        num_points[:-1],
+    )
+
+
+def _six(values: Sequence[float]) -> Range:
+    x_min, y_min, z_min, x_max, y_max, z_max = values
+    return x_min, y_min, z_min, x_max, y_max, z_max
+
+
+def _three(values: Sequence[float]) -> Cell:
+    x, y, z = values
+    return x, y, z

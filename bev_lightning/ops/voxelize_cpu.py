@@ -1,56 +1,91 @@
-"""CPU kernel of :mod:`bev_lightning.ops.voxelize`, compiled on first use; GPUs do without."""
+"""CPU loops of :mod:`bev_lightning.ops.voxelize`, compiled on first use; a GPU never imports
+them."""
 
-import numpy as np
+from collections.abc import Sequence
+
+import torch
 from numba import njit
-from numpy.typing import NDArray
-
-Integers = NDArray[np.int64]
+from torch import Tensor
 
 
-def number_voxels(
-    cells: Integers, max_points: int, max_voxels: int
-) -> tuple[Integers, Integers, Integers]:
-    """One pass over the points with a hash table of the cells seen; see
-    ``voxelize._number_voxels``."""
-    num_points = cells.size
-    voxel = np.full(num_points, -1, np.int64)
-    slot = np.full(num_points, -1, np.int64)
-    first = np.empty(num_points, np.int64)
+def voxelize(
+    features: Tensor,
+    count: Tensor,
+    range_m: Sequence[float],
+    cell_m: Sequence[float],
+    shape: Sequence[int],
+    max_points: int,
+    max_voxels: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``voxelize._voxelize``: one pass finds each point's cell and numbers the cells with a
+    hash table, a second one copies what is kept."""
+    samples, rows, width = features.shape
+    features, count = features.contiguous(), count.long().contiguous()
+    low = torch.tensor(range_m[:3], dtype=torch.float32)
+    cell = torch.tensor(cell_m, dtype=torch.float32)
     # At most half full, so that probing stays short; a power of two, so that a mask wraps round.
-    table = np.full(1 << max(4, (2 * cells.shape[1]).bit_length()), -1, np.int64)
-    num_voxels = _number_voxels(cells, max_points, max_voxels, voxel, slot, first, table)
-    return voxel, slot, first[:num_voxels]
+    table = torch.empty(1 << max(4, (2 * min(rows, max_voxels)).bit_length()), dtype=torch.int32)
+    most = samples * min(rows, max_voxels)
+    keys, coords = torch.empty(most, dtype=torch.int64), torch.empty(most, 4, dtype=torch.int64)
+    num_points = torch.zeros(most, dtype=torch.int64)
+    place = torch.full((samples * rows,), -1, dtype=torch.int64)
+    xyz = features[..., :3].to(torch.float32)
+    numbered = (xyz, count, low, cell, table, keys, coords, num_points, place)
+    num_voxels = _number_voxels(
+        tuple(shape), max_points, max_voxels, *(tensor.numpy() for tensor in numbered)
+    )
+    voxels = features.new_zeros(num_voxels, max_points, width)
+    # Bytes, for numpy knows no bfloat16.
+    copied = (features.view(torch.uint8).flatten(0, 1), place, voxels.view(torch.uint8))
+    if features.numel() and voxels.numel():
+        _copy_points(*(tensor.numpy() for tensor in copied))
+    return voxels, coords[:num_voxels].clone(), num_points[:num_voxels].clone()
 
 
 @njit(cache=True, nogil=True)
 def _number_voxels(  # type: ignore[no-untyped-def]
-    cells, max_points, max_voxels, voxel, slot, first, table
+    shape, max_points, max_voxels, xyz, count, low, cell, table, keys, coords, num_points, place
 ):
-    mask = np.uint64(len(table) - 1)
-    filled = np.zeros(len(first), np.int64)
-    flat = cells.ravel()
-    num_rows = cells.shape[1]
+    depth, height, width = shape
+    mask = len(table) - 1
+    num_rows = xyz.shape[1]
     num_voxels = 0
-    for sample in range(cells.shape[0]):
+    for sample in range(len(xyz)):
         table[:] = -1
         start = num_voxels
-        for row in range(sample * num_rows, (sample + 1) * num_rows):
-            cell = flat[row]
-            if cell < 0:
+        for row in range(min(count[sample], num_rows)):
+            # Float32 throughout, as the sorting path; a comparison with NaN is false.
+            fx = (xyz[sample, row, 0] - low[0]) / cell[0]
+            fy = (xyz[sample, row, 1] - low[1]) / cell[1]
+            fz = (xyz[sample, row, 2] - low[2]) / cell[2]
+            if not (fx >= 0 and fy >= 0 and fz >= 0 and fx < width and fy < height and fz < depth):
                 continue
-            place = (np.uint64(cell) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(32)) & mask
-            while table[place] >= 0 and flat[first[table[place]]] != cell:
-                place = (place + np.uint64(1)) & mask
-            number = table[place]
+            x, y, z = int(fx), int(fy), int(fz)
+            key = (z * height + y) * width + x
+            slot = ((key * 0x9E3779B1) >> 7) & mask
+            while table[slot] >= 0 and keys[table[slot]] != key:
+                slot = (slot + 1) & mask
+            number = table[slot]
             if number < 0:
                 if num_voxels - start >= max_voxels:
                     continue
                 number = num_voxels
-                table[place] = number
-                first[number] = row
+                table[slot] = number
+                keys[number] = key
+                coords[number, 0], coords[number, 1] = sample, z
+                coords[number, 2], coords[number, 3] = y, x
                 num_voxels += 1
-            voxel[row] = number
-            if filled[number] < max_points:
-                slot[row] = filled[number]
-                filled[number] += 1
+            if num_points[number] < max_points:
+                place[sample * num_rows + row] = number * max_points + num_points[number]
+                num_points[number] += 1
     return num_voxels
+
+
+@njit(cache=True, nogil=True)
+def _copy_points(rows, place, voxels):  # type: ignore[no-untyped-def]
+    max_points = voxels.shape[1]
+    for row in range(len(place)):
+        if place[row] >= 0:
+            voxel, slot = place[row] // max_points, place[row] % max_points
+            for byte in range(rows.shape[1]):
+                voxels[voxel, slot, byte] = rows[row, byte]

@@ -68,9 +68,9 @@ class StatedVoxels(nn.Module):
 
 
 def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
-    def rulebook(kernel: int, num_outputs: int, centre: int = -1) -> Rulebook:
-        pairs = torch.empty(4 * num_outputs, dtype=torch.int64)
-        return Rulebook(pairs, pairs, torch.empty(kernel, dtype=torch.int64), num_outputs, centre)
+    def rulebook(num_offsets: int, num_inputs: int, num_outputs: int) -> Rulebook:
+        sizes = (num_offsets, num_outputs), (num_offsets, num_inputs)
+        return Rulebook(*(torch.empty(size, dtype=torch.int32) for size in sizes))
 
     stages = []
     for number in range(len(encoder.encoder_layers)):
@@ -78,15 +78,17 @@ def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
         last = number == len(encoder.encoder_layers) - 1
         stages.append(
             StagePlan(
-                rulebook(27, inside, 13),
-                None if last else rulebook(27, outside),
+                rulebook(27, inside, inside),
+                None if last else rulebook(27, inside, outside),
                 torch.empty(outside, 4, dtype=torch.int64),
                 encoder.shape,
             )
         )
     outside = size * NUM_VOXELS[-1]
     coords = torch.empty(outside, 4, dtype=torch.int64)
-    return EncoderPlan(tuple(stages), rulebook(3, outside), coords, encoder.out_shape, size)
+    return EncoderPlan(
+        tuple(stages), rulebook(3, outside, outside), coords, encoder.out_shape, size
+    )
 
 
 def make_network(name: str) -> tuple[nn.Module, Any]:

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from bev_lightning.models.sparse_encoder import EncoderPlan, SparseEncoder, StagePlan
+from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.sparse_conv import Rulebook
 
 SHAPE = (21, 8, 12)  # z, y, x
@@ -119,22 +120,22 @@ def _stated_plan(encoder: SparseEncoder, counts: list[int], batch_size: int) -> 
     """A plan for stated numbers of voxels that enter each stage and the last convolution's outputs;
     its rulebooks point nowhere in particular."""
 
-    def book(num_outputs: int, offsets: int, pairs: int, centre: int = -1) -> Rulebook:
-        rows = torch.zeros(pairs * offsets, dtype=torch.int64)
-        return Rulebook(rows, rows, torch.full((offsets,), pairs), num_outputs, centre)
+    def book(offsets: int, num_inputs: int, num_outputs: int) -> Rulebook:
+        sizes = (offsets, num_outputs), (offsets, num_inputs)
+        return Rulebook(*(torch.zeros(size, dtype=torch.int32) for size in sizes))
 
     shape, stages = encoder.shape, []
     for number, padding in enumerate((*encoder.down_paddings, None)):
         num = counts[number]
-        submanifold = book(num, 27, num // 4, 13)
+        submanifold = book(27, num, num)
         downsample = None
         if padding is not None:
             num = counts[number + 1]
+            downsample = book(27, counts[number], num)
             shape = tuple((s + 2 * p - 3) // 2 + 1 for s, p in zip(shape, padding, strict=True))
-            downsample = book(num, 27, num // 4)
         coords = torch.zeros(num, 4, dtype=torch.int64)
         stages.append(StagePlan(submanifold, downsample, coords, shape))
-    output = book(counts[-1], 3, counts[-1])
+    output = book(3, counts[-1], counts[-1])
     coords = torch.zeros(counts[-1], 4, dtype=torch.int64)
     return EncoderPlan(tuple(stages), output, coords, encoder.out_shape, batch_size)
 
@@ -161,3 +162,32 @@ def test_impossible_sizes_are_refused():
         SparseEncoder(stage_channels=((16, 32), (16, 64)), down_paddings=((1, 1, 1),))
     with pytest.raises(ValueError, match="grid of 4 layers is too low"):
         SparseEncoder(shape=(4, 64, 64))
+
+
+def test_evaluation_folds_the_norm_and_equals_the_norm_written_out():
+    encoder = _encoder().train()
+    features, coords = _voxels(150)
+    plan = encoder.plan(coords, 2)
+    encoder(features, plan)  # running statistics that are not 0 and 1
+    for module in encoder.modules():
+        if isinstance(module, torch.nn.BatchNorm1d):
+            torch.nn.init.uniform_(module.weight, 0.5, 2.0)
+            torch.nn.init.uniform_(module.bias, -1.0, 1.0)
+    encoder.eval()
+    block = encoder.conv_input
+    rulebook = plan.stages[0].submanifold
+    written_out = block[1](block[0](features, rulebook)).relu()
+    torch.testing.assert_close(block(features, rulebook), written_out, atol=1e-5, rtol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = block(features, rulebook)
+    assert half.dtype == torch.bfloat16
+    assert (half.float() - written_out).abs().max() < 0.03 * written_out.abs().max()
+
+
+def test_reference_and_kernels_agree():
+    encoder = _encoder().eval()
+    features, coords = _voxels(150)
+    bev = encoder(features, encoder.plan(coords, 2))
+    with use_reference():
+        reference = encoder(features, encoder.plan(coords, 2))
+    torch.testing.assert_close(bev, reference, atol=1e-5, rtol=1e-5)

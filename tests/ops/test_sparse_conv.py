@@ -1,17 +1,18 @@
 """Sparse convolution against a dense one that is masked to the voxels."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.sparse_conv import (
-    _pair_neighbours,
-    _pair_strided,
+    Rulebook,
     build_strided_rulebook,
     build_submanifold_rulebook,
     sparse_conv,
 )
-from bev_lightning.ops.sparse_conv_cpu import pair_neighbours, pair_strided
 
 SHAPE = (5, 7, 6)
 STRIDED = [
@@ -83,36 +84,113 @@ def _same_gradients(result, expected, features, weight):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num", [1, 60, 420])
-def test_sorting_path_equals_kernels(num):
+@pytest.mark.parametrize("num", [0, 1, 60, 420])
+def test_rulebooks_of_all_paths_are_the_same(num):
     _, coords = _voxels(num, 1)
-    fast = pair_neighbours(coords.numpy(), SHAPE, (3, 3, 3))
-    for ours, expected in zip(_pair_neighbours(coords, SHAPE, (3, 3, 3)), fast, strict=True):
-        assert ours.tolist() == expected.tolist()
-    for kernel, stride, padding in STRIDED:
-        _, _, out = build_strided_rulebook(coords, SHAPE, kernel, stride, padding)
-        fast = pair_strided(coords.numpy(), out, kernel, stride, padding)
-        plain = _pair_strided(coords, out, kernel, stride, padding)
-        for ours, expected in zip(plain, fast, strict=True):
-            assert ours.tolist() == expected.tolist()
+    for sorted_coords in (coords, coords[_flat(coords).argsort()]):
+        fast = build_submanifold_rulebook(sorted_coords, SHAPE, (3, 3, 3))
+        with use_reference():
+            plain = build_submanifold_rulebook(sorted_coords, SHAPE, (3, 3, 3))
+        _same_rulebook(fast, plain)
+        assert fast.sources.shape == (27, num)
+    for settings in STRIDED:
+        fast, fast_coords, shape = build_strided_rulebook(coords, SHAPE, *settings)
+        with use_reference():
+            plain, plain_coords, _ = build_strided_rulebook(coords, SHAPE, *settings)
+        _same_rulebook(fast, plain)
+        assert torch.equal(fast_coords, plain_coords)
+        assert len(fast_coords) == len(torch.unique(_flat(fast_coords, shape)))
 
 
-def test_sorting_path_without_voxels():
-    coords = torch.zeros(0, 4, dtype=torch.int64)
-    assert [len(part) for part in _pair_neighbours(coords, SHAPE, (3, 3, 3))] == [0, 0, 13]
-    parts = _pair_strided(coords, (2, 3, 3), (3, 3, 3), (2, 2, 2), (1, 1, 1))
-    assert [len(part) for part in parts] == [0, 0, 27, 0]
+def _flat(coords, shape=SHAPE):
+    sample, z, y, x = coords.unbind(1)
+    return ((sample * shape[0] + z) * shape[1] + y) * shape[2] + x
+
+
+def _same_rulebook(one: Rulebook, other: Rulebook) -> None:
+    for name in ("sources", "targets"):
+        first, second = getattr(one, name), getattr(other, name)
+        assert first.dtype == second.dtype == torch.int32
+        assert torch.equal(first, second)
+
+
+def test_sources_and_targets_are_the_same_pairs():
+    _, coords = _voxels(60, 1)
+    books = [build_submanifold_rulebook(coords, SHAPE, (3, 3, 3))]
+    books += [build_strided_rulebook(coords, SHAPE, *settings)[0] for settings in STRIDED]
+    for book in books:
+        forward = {
+            (k, i, o)
+            for k, row in enumerate(book.sources.tolist())
+            for o, i in enumerate(row)
+            if i >= 0
+        }
+        back = {
+            (k, i, o)
+            for k, row in enumerate(book.targets.tolist())
+            for i, o in enumerate(row)
+            if o >= 0
+        }
+        assert forward == back
+        assert len(forward) > 30
+
+
+@pytest.mark.parametrize("num", [0, 1, 150])
+@pytest.mark.parametrize(("cin", "cout"), [(1, 3), (18, 70)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_equals_the_reference_at_other_sizes(num, cin, cout, strided):
+    features, coords = _voxels(num, cin)
+    book = build_submanifold_rulebook(coords, SHAPE, (3, 3, 3))
+    if strided:
+        book, _, _ = build_strided_rulebook(coords, SHAPE, *STRIDED[0])
+    generator = torch.Generator().manual_seed(cin)
+    weight = torch.randn(3, 3, 3, cin, cout, generator=generator)
+    bias = torch.randn(cout, generator=generator)
+    results = []
+    for context in (nullcontext(), use_reference()):
+        leaves = [t.clone().requires_grad_() for t in (features, weight, bias)]
+        with context:
+            out = sparse_conv(leaves[0], leaves[1], book, leaves[2])
+        assert out.shape == (book.sources.shape[1], cout)
+        upstream = torch.arange(out.numel()).view(out.shape).float().cos()
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    torch.testing.assert_close(*results, atol=2e-4, rtol=1e-4)
+
+
+def test_takes_tensors_that_are_not_contiguous():
+    features, coords = _voxels(60, 8)
+    book = build_submanifold_rulebook(coords, SHAPE, (3, 3, 3))
+    weight = torch.randn(4, 8, 3, 3, 3).permute(2, 3, 4, 1, 0)
+    wide = torch.stack([features, features], dim=2)[..., 1]
+    out = sparse_conv(wide, weight, book)
+    assert not wide.is_contiguous()
+    assert torch.equal(out, sparse_conv(features, weight.contiguous(), book))
+    one_sided = torch.randn(4, 60).T.requires_grad_()
+    (out * one_sided).sum().backward()
+    assert one_sided.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_half_is_summed_in_float32(dtype):
+    features, coords = _voxels(400, 8)
+    book = build_submanifold_rulebook(coords, SHAPE, (3, 3, 3))
+    weight = torch.randn(3, 3, 3, 8, 4)
+    exact = sparse_conv(features.to(dtype).float(), weight.to(dtype).float(), book)
+    half = sparse_conv(features.to(dtype), weight.to(dtype), book)
+    assert half.dtype == dtype
+    torch.testing.assert_close(half, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
 def test_gradcheck():
     features, coords = _voxels(20, 2, torch.float64)
     weight = torch.randn(3, 3, 3, 2, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
     features.requires_grad_()
     same = build_submanifold_rulebook(coords, SHAPE, (3, 3, 3))
     strided, _, _ = build_strided_rulebook(coords, SHAPE, (3, 3, 3), (2, 2, 2), (1, 1, 0))
     for rulebook in (same, strided):
         assert torch.autograd.gradcheck(
-            lambda f, w, book=rulebook: sparse_conv(f, w, book), (features, weight)
+            lambda f, w, b, book=rulebook: sparse_conv(f, w, book, b), (features, weight, bias)
         )
 
 
@@ -153,8 +231,12 @@ def test_custom_op_is_well_formed():
     book = build_submanifold_rulebook(coords, SHAPE, (3, 3, 3))
     weight = torch.randn(27, 2, 3, requires_grad=True)
     features.requires_grad_()
-    arguments = (features, weight, book.inputs, book.outputs, book.counts, 20, book.centre)
-    torch.library.opcheck(torch.ops.bev_lightning.sparse_conv, arguments)
+    bias = torch.randn(3, requires_grad=True)
+    operators = torch.ops.bev_lightning
+    for arguments in ((features, weight, bias), (features, weight, None)):
+        torch.library.opcheck(operators.sparse_conv, (*arguments, book.sources, book.targets))
+    torch.library.opcheck(operators.pair_neighbours, (coords, SHAPE, (3, 3, 3)))
+    torch.library.opcheck(operators.pair_strided, (coords, (3, 4, 3), *STRIDED[0]))
 
 
 def test_even_submanifold_kernel_is_refused():

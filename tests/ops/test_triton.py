@@ -12,6 +12,8 @@ import pytest
 TESTS = {
     "test_bev_pool.py": "gradients_equal or other_sizes or under_autocast",
     "test_deform_attention.py": "views_and_their_gradients or one_view or half or nothing",
+    # The interpreter multiplies bfloat16 matrices wrongly.
+    "test_sparse_conv.py": "other_sizes or summed_in_float32 and not bfloat16",
 }
 
 

@@ -1,10 +1,12 @@
 """Voxelisation: the arithmetic of cells, and hard voxelisation against a plain loop."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from bev_lightning.ops.voxelize import _number_voxels, assign_cells, grid_shape, voxelize_hard
-from bev_lightning.ops.voxelize_cpu import number_voxels
+from bev_lightning.ops.backend import use_reference
+from bev_lightning.ops.voxelize import assign_cells, grid_shape, voxelize_hard
 
 RANGE = (-4.0, -2.0, -1.0, 4.0, 2.0, 2.0)
 CELL = (0.5, 0.25, 1.0)
@@ -83,13 +85,47 @@ def test_hard_voxels_equal_plain_loop(counts, max_points, max_voxels):
 
 
 @pytest.mark.parametrize("longest", [0, 1, 400])
-def test_sorting_path_equals_kernel(longest):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_sorting_path_equals_hashing(longest, dtype):
     points, count = _cloud(longest, longest // 2, longest, longest=longest, seed=3)
-    cells = assign_cells(points, count, RANGE, COARSE)
-    fast = [torch.from_numpy(a) for a in number_voxels(cells.numpy(), 4, 30)]
-    plain = _number_voxels(cells, 4, 30)
+    points = torch.cat([points, points], dim=2).to(dtype)[..., :5]  # not contiguous
+    fast = voxelize_hard(points, count, RANGE, COARSE, 4, 30)
+    with use_reference():
+        plain = voxelize_hard(points, count, RANGE, COARSE, 4, 30)
+    assert fast[0].dtype == dtype
     for ours, expected in zip(plain, fast, strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_borders_of_cells_are_the_same_on_all_paths():
+    """Points on the planes between cells and one step of float32 beside them."""
+    planes = torch.arange(-60, 60) * 0.075 + torch.tensor([-54.0, 0.0, 53.925]).view(3, 1)
+    x = torch.cat([planes, planes.nextafter(planes - 1), planes.nextafter(planes + 1)]).flatten()
+    points = torch.stack([x, -x, x / 9, x, x], dim=1).unsqueeze(0)
+    arguments = (torch.tensor([len(x)]), (-54.0, -54.0, -5.0, 54.0, 54.0, 3.0), (0.075, 0.075, 0.2))
+    fast = voxelize_hard(points, *arguments, 10, 10_000)
+    with use_reference():
+        plain = voxelize_hard(points, *arguments, 10, 10_000)
+    assert len(fast[1]) > 90
+    for ours, expected in zip(plain, fast, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_custom_op_is_well_formed():
+    points, count = _cloud(20, 7, longest=20)
+    arguments = (points, count, RANGE, COARSE, 3, 10)
+    torch.library.opcheck(torch.ops.bev_lightning.voxelize_hard, arguments)
+
+
+@pytest.mark.parametrize("path", ["numba", "reference"])
+def test_points_with_nan_and_infinity_are_dropped(path):
+    points = torch.full((1, 4, 5), 0.25)
+    points[0, 0, 0], points[0, 1, 1] = float("nan"), float("inf")
+    points[0, 2, 2] = float("-inf")
+    with use_reference() if path == "reference" else nullcontext():
+        voxels, coords, num_points = voxelize_hard(points, torch.tensor([4]), RANGE, COARSE, 5, 10)
+    assert coords.tolist() == [[0, 1, 2, 4]] and num_points.tolist() == [1]
+    assert voxels[0, 0].tolist() == [0.25] * 5
 
 
 def test_all_points_in_one_voxel():
