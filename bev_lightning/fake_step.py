@@ -128,11 +128,11 @@ class StatedVoxels:
 
 
 def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
-    """Rulebooks of ``size`` samples with :data:`NUM_VOXELS` and four pairs a voxel."""
+    """Rulebooks of ``size`` samples with :data:`NUM_VOXELS`."""
 
-    def rulebook(kernel: int, num_outputs: int, centre: int = -1) -> Rulebook:
-        pairs = torch.empty(4 * num_outputs, dtype=torch.int64)
-        return Rulebook(pairs, pairs, torch.empty(kernel, dtype=torch.int64), num_outputs, centre)
+    def rulebook(num_offsets: int, *counts: int) -> Rulebook:
+        tables = (torch.empty(num_offsets, count, dtype=torch.int32) for count in counts)
+        return Rulebook(*tables)
 
     stages = []
     for number in range(len(encoder.encoder_layers)):
@@ -140,15 +140,17 @@ def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
         last = number == len(encoder.encoder_layers) - 1
         stages.append(
             StagePlan(
-                rulebook(27, inside, 13),
-                None if last else rulebook(27, outside),
+                rulebook(27, inside),
+                None if last else rulebook(27, outside, inside),
                 torch.empty(outside, 4, dtype=torch.int64),
                 encoder.shape,
             )
         )
     outside = size * NUM_VOXELS[-1]
     coords = torch.empty(outside, 4, dtype=torch.int64)
-    return EncoderPlan(tuple(stages), rulebook(3, outside), coords, encoder.out_shape, size)
+    return EncoderPlan(
+        tuple(stages), rulebook(3, outside, outside), coords, encoder.out_shape, size
+    )
 
 
 def blank_batch(inputs: Inputs, size: int) -> Batch:

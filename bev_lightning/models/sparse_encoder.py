@@ -109,11 +109,11 @@ class SparseBasicBlock(nn.Module):
         return result
 
 
-def _normalise(
-    conv: SparseConv3d, norm: nn.BatchNorm1d, features: Tensor, rulebook: Rulebook
-) -> Tensor:
+def _normalise(conv: nn.Module, norm: nn.Module, features: Tensor, rulebook: Rulebook) -> Tensor:
     """``norm(conv(features))``. In evaluation the norm is a factor and a shift of each channel,
     which are the convolution's as well: the map is written once."""
+    assert isinstance(conv, SparseConv3d)
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
     mean, variance = norm.running_mean, norm.running_var
     if norm.training or mean is None or variance is None:
         result: Tensor = norm(conv(features, rulebook))

@@ -30,11 +30,12 @@ class Rulebook:
         sources: ``(K, num_outputs)`` row of the input that reaches an output by an offset, -1 where
             there is none.
         targets: ``(K, num_inputs)`` row of the output that an input reaches by an offset, -1 where
-            there is none: the same pairs as the gradient goes.
+            there is none: the same pairs as the gradient goes. None where the mirror image of
+            ``sources`` says it, of a submanifold convolution.
     """
 
     sources: Tensor
-    targets: Tensor
+    targets: Tensor | None = None
 
 
 @torch.no_grad()
@@ -52,9 +53,7 @@ def build_submanifold_rulebook(coords: Tensor, shape: Size3, kernel: Size3) -> R
     """
     if any(extent % 2 == 0 for extent in kernel):
         raise ValueError(f"a submanifold convolution takes an odd kernel, got {kernel}")
-    sources = _pair_neighbours(coords, shape, kernel)
-    # What reaches me by an offset, I reach by its mirror image.
-    return Rulebook(sources, sources.flip(0))
+    return Rulebook(_pair_neighbours(coords, shape, kernel))
 
 
 @torch.no_grad()
@@ -126,7 +125,11 @@ def _convolve_reference(
 
 @torch.library.custom_op("bev_lightning::sparse_conv", mutates_args=())
 def _convolve(
-    features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sources: Tensor,
+    targets: Tensor | None,
 ) -> Tensor:
     features, weight = features.contiguous(), weight.contiguous()
     sources = sources.contiguous()
@@ -143,7 +146,11 @@ def _convolve(
 
 @_convolve.register_fake
 def _(
-    features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sources: Tensor,
+    targets: Tensor | None,
 ) -> Tensor:
     return features.new_empty(sources.shape[1], weight.shape[2])
 
@@ -176,9 +183,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     features, weight, sources, targets = ctx.saved_tensors
     to_features, to_weight, to_bias, _, _ = ctx.needs_input_grad
+    grad_features = None
+    if to_features and targets is None:
+        # What reaches me by an offset, I reach by its mirror image.
+        grad_features = _convolve(grad, weight.flip(0).transpose(1, 2), None, sources, None)
+    elif to_features:
+        grad_features = _convolve(grad, weight.transpose(1, 2), None, targets, sources)
     return (
-        # The same convolution, the other way round.
-        _convolve(grad, weight.transpose(1, 2), None, targets, sources) if to_features else None,
+        grad_features,
         _weight_gradient(features, grad, sources) if to_weight else None,
         grad.sum(0, dtype=_wide(grad.dtype)).to(ctx.bias_type) if to_bias else None,
         None,

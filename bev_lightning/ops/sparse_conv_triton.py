@@ -53,7 +53,7 @@ def weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
 
 def _block(channels: int) -> int:
     """A matrix unit takes 16 at least."""
-    return min(64, max(16, triton.next_power_of_2(channels)))
+    return min(64, max(16, int(triton.next_power_of_2(channels))))
 
 
 def _precision() -> str:

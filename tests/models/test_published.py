@@ -68,9 +68,9 @@ class StatedVoxels(nn.Module):
 
 
 def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
-    def rulebook(num_offsets: int, num_inputs: int, num_outputs: int) -> Rulebook:
-        sizes = (num_offsets, num_outputs), (num_offsets, num_inputs)
-        return Rulebook(*(torch.empty(size, dtype=torch.int32) for size in sizes))
+    def rulebook(num_offsets: int, *counts: int) -> Rulebook:
+        tables = (torch.empty(num_offsets, count, dtype=torch.int32) for count in counts)
+        return Rulebook(*tables)
 
     stages = []
     for number in range(len(encoder.encoder_layers)):
@@ -78,8 +78,8 @@ def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
         last = number == len(encoder.encoder_layers) - 1
         stages.append(
             StagePlan(
-                rulebook(27, inside, inside),
-                None if last else rulebook(27, inside, outside),
+                rulebook(27, inside),
+                None if last else rulebook(27, outside, inside),
                 torch.empty(outside, 4, dtype=torch.int64),
                 encoder.shape,
             )

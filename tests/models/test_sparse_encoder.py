@@ -120,22 +120,22 @@ def _stated_plan(encoder: SparseEncoder, counts: list[int], batch_size: int) -> 
     """A plan for stated numbers of voxels that enter each stage and the last convolution's outputs;
     its rulebooks point nowhere in particular."""
 
-    def book(offsets: int, num_inputs: int, num_outputs: int) -> Rulebook:
-        sizes = (offsets, num_outputs), (offsets, num_inputs)
-        return Rulebook(*(torch.zeros(size, dtype=torch.int32) for size in sizes))
+    def book(offsets: int, *counts: int) -> Rulebook:
+        """Columns of both tables."""
+        return Rulebook(*(torch.zeros(offsets, count, dtype=torch.int32) for count in counts))
 
     shape, stages = encoder.shape, []
     for number, padding in enumerate((*encoder.down_paddings, None)):
         num = counts[number]
-        submanifold = book(27, num, num)
+        submanifold = book(27, num)
         downsample = None
         if padding is not None:
             num = counts[number + 1]
-            downsample = book(27, counts[number], num)
+            downsample = book(27, num, counts[number])
             shape = tuple((s + 2 * p - 3) // 2 + 1 for s, p in zip(shape, padding, strict=True))
         coords = torch.zeros(num, 4, dtype=torch.int64)
         stages.append(StagePlan(submanifold, downsample, coords, shape))
-    output = book(3, counts[-1], counts[-1])
+    output = book(3, counts[-1], counts[-2])
     coords = torch.zeros(counts[-1], 4, dtype=torch.int64)
     return EncoderPlan(tuple(stages), output, coords, encoder.out_shape, batch_size)
 
