@@ -90,8 +90,7 @@ def rotated_iou(one: Tensor, other: Tensor) -> Tensor:
     Args:
         one, other: ``(..., 5)`` x, y of the centre, length, width [m], yaw [rad]; they broadcast.
     """
-    shape = torch.broadcast_shapes(one.shape, other.shape)
-    one, other = one.expand(shape), other.expand(shape)
+    one, other = torch.broadcast_tensors(one, other)  # type: ignore[no-untyped-call]
     half = other[..., 2:4, None] / 2
     turn = one[..., 4] - other[..., 4]
     from_x, from_y = (one[..., :2] - other[..., :2]).unbind(-1)

@@ -219,15 +219,14 @@ def _(coords: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
 
 def _pair_neighbours_torch(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
     """By binary search, for any device."""
-    offsets = _kernel_offsets(kernel, coords.device)
+    kz, ky, kx = _kernel_offsets(kernel, coords.device)
     if not len(coords):
-        return coords.new_empty((len(offsets), 0), dtype=torch.int32)
-    centre = torch.tensor(kernel, device=coords.device) // 2
-    neighbour = coords[:, 1:] + (offsets - centre).unsqueeze(1)
-    extent = torch.tensor(shape, device=coords.device)
-    inside = ((neighbour >= 0) & (neighbour < extent)).all(dim=-1)
-    wanted = _flatten(coords[:, 0], neighbour, shape)
-    keys, order = torch.sort(_flatten(coords[:, 0], coords[:, 1:], shape))
+        return coords.new_empty((len(kz), 0), dtype=torch.int32)
+    sample, own_z, own_y, own_x = coords.unbind(1)
+    z, y, x = own_z + kz - kernel[0] // 2, own_y + ky - kernel[1] // 2, own_x + kx - kernel[2] // 2
+    inside = (z >= 0) & (z < shape[0]) & (y >= 0) & (y < shape[1]) & (x >= 0) & (x < shape[2])
+    wanted = _flatten(sample, z, y, x, shape)
+    keys, order = torch.sort(_flatten(sample, own_z, own_y, own_x, shape))
     place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
     found = inside & (keys[place] == wanted)
     return torch.where(found, order[place], -1).int()
@@ -272,37 +271,37 @@ def _pair_strided_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By sorting, for any device. The number of outputs is known to the device alone: the host
     waits for it once, for it is the length of what follows."""
-    device = coords.device
-    offsets = _kernel_offsets(kernel, device)
-    reach = coords[:, 1:] + torch.tensor(padding, device=device) - offsets.unsqueeze(1)
-    step = torch.tensor(stride, device=device)
-    cell = torch.div(reach, step, rounding_mode="floor")
-    hit = (reach >= 0) & (cell * step == reach) & (cell < torch.tensor(out_shape, device=device))
-    hit = hit.all(dim=-1)
+    sample, *here = coords.unbind(1)
+    cells, hit = [], torch.ones((), dtype=torch.bool, device=coords.device)
+    for axis, offset in enumerate(_kernel_offsets(kernel, coords.device)):
+        reach = here[axis] + padding[axis] - offset
+        cell = torch.div(reach, stride[axis], rounding_mode="floor")
+        hit = hit & (reach >= 0) & (cell * stride[axis] == reach) & (cell < out_shape[axis])
+        cells.append(cell)
+    z, y, x = cells
     # A key above all others stands for "none", so that it is the last one and exists in any case.
     none = torch.iinfo(torch.int64).max
-    flat = torch.where(hit, _flatten(coords[:, 0], cell, out_shape), none)
+    flat = torch.where(hit, _flatten(sample, z, y, x, out_shape), none)
     keys, target = torch.unique(
         torch.cat([flat.flatten(), flat.new_full((1,), none)]), return_inverse=True
     )
     num_outputs = len(keys) - 1
     target = target[:-1].view(flat.shape)
-    sources = coords.new_full((len(offsets), num_outputs + 1), -1, dtype=torch.int32)
-    rows = torch.arange(len(coords), device=device, dtype=torch.int32).expand_as(flat)
+    sources = coords.new_full((len(flat), num_outputs + 1), -1, dtype=torch.int32)
+    rows = torch.arange(len(coords), device=coords.device, dtype=torch.int32).expand_as(flat)
     # Within an offset no output occurs twice, but for the column "none", which is cut off.
     sources = sources.scatter_(1, target, rows)[:, :num_outputs].contiguous()
     return sources, torch.where(hit, target, -1).int(), keys[:num_outputs]
 
 
-def _kernel_offsets(kernel: Size3, device: torch.device) -> Tensor:
-    """``(kz * ky * kx, 3)`` z, y, x from 0."""
-    axes = [torch.arange(extent, device=device) for extent in kernel]
-    return torch.cartesian_prod(*axes)
+def _kernel_offsets(kernel: Size3, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """``(kz * ky * kx, 1)`` z, y and x, each from 0."""
+    k = torch.arange(kernel[0] * kernel[1] * kernel[2], device=device).unsqueeze(1)
+    return k // (kernel[1] * kernel[2]), k // kernel[2] % kernel[1], k % kernel[2]
 
 
-def _flatten(sample: Tensor, zyx: Tensor, shape: Size3) -> Tensor:
+def _flatten(sample: Tensor, z: Tensor, y: Tensor, x: Tensor, shape: Size3) -> Tensor:
     """Flat coordinate ``((sample * Z + z) * Y + y) * X + x``."""
-    z, y, x = zyx.unbind(-1)
     return ((sample * shape[0] + z) * shape[1] + y) * shape[2] + x
 
 

@@ -38,13 +38,16 @@ def assign_cells(features: Tensor, count: Tensor, range_m: Range, cell_m: Cell) 
     """
     depth, height, width = grid_shape(range_m, cell_m)
     samples, rows = features.shape[:2]
-    xyz = features[..., :3].float()
-    # A tensor as divisor: a GPU would multiply by the reciprocal of a number, which rounds
-    # otherwise.
-    cell = ((xyz - xyz.new_tensor(range_m[:3])) / xyz.new_tensor(cell_m)).floor_()
-    inside = ((cell >= 0) & (cell < cell.new_tensor([width, height, depth]))).all(dim=-1)
-    inside &= torch.arange(rows, device=features.device) < count.unsqueeze(1)
-    x, y, z = torch.where(inside.unsqueeze(-1), cell, 0).long().unbind(-1)
+    inside = torch.arange(rows, device=features.device) < count.unsqueeze(1)
+    cells = []
+    for axis, num_cells in enumerate((width, height, depth)):
+        # A tensor as divisor: a GPU would multiply by the reciprocal of a number, which rounds
+        # otherwise. Filled by the device itself, which a copy would wait for.
+        divisor = torch.full((), cell_m[axis], dtype=torch.float32, device=features.device)
+        cell = ((features[..., axis].float() - range_m[axis]) / divisor).floor_()
+        inside = inside & (cell >= 0) & (cell < num_cells)
+        cells.append(cell)
+    x, y, z = (torch.where(inside, cell, 0).long() for cell in cells)
     sample = torch.arange(samples, device=features.device).unsqueeze(1)
     return torch.where(inside, ((sample * depth + z) * height + y) * width + x, -1)
 

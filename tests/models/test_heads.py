@@ -201,6 +201,7 @@ def some_boxes() -> Boxes3D:
     return replace(
         Boxes3D.empty(1, 4),
         centre=torch.tensor([centre]),
+        size=torch.tensor([4.0, 2.0, 1.5]).expand(1, 4, 3),
         label=torch.tensor([[0, 8, 8, 1]]),
         valid=torch.tensor([[True] * 4]),
         score=torch.tensor([[0.5, 0.2, 0.4, 0.1]]),
@@ -218,6 +219,8 @@ def some_boxes() -> Boxes3D:
         (BoxChoice(circle_radius_m=0.5), [True, False, True, True]),
         (BoxChoice(circle_radius_m=5.0), [True, False, True, True]),  # other classes stay
         (BoxChoice(circle_radius_m=5.0, circle_classes=(0, 1)), [True, True, True, True]),
+        (BoxChoice(most_overlap=0.5), [True, False, True, True]),  # 1.5 / 2.5 of 4 m x 2 m boxes
+        (BoxChoice(most_overlap=0.65), [True, True, True, True]),
         (BoxChoice(score_threshold=0.4, circle_radius_m=5.0), [True, False, False, False]),
     ],
 )
