@@ -79,7 +79,9 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
 
 def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool, num_local: int) -> None:
     if plain.loader["_target_"] == "auto":
-        choice = "dali" if _has_dali() else "torch"
+        # The card decodes for DALI; the pixels of a cache do not pass through it.
+        keeps = OmegaConf.select(plain, "data.cache", default="none") != "none"
+        choice = "dali_prefetch" if on_cuda and _has_dali() and not keeps else "zero_copy"
         said = {key: value for key, value in plain.loader.items() if key != "_target_"}
         plain.loader = OmegaConf.merge(
             OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), said

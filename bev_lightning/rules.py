@@ -41,8 +41,11 @@ _NUMBERS: tuple[tuple[str, type, float], ...] = (
     ("data.val_batch_size", int, 1),
     ("data.num_workers", int, 0),
     ("data.min_points", int, 0),
+    ("data.cache_gib", float, 0),
     ("loader.num_workers", int, 0),
     ("loader.prefetch", int, 1),
+    ("loader.image_queue", int, 1),
+    ("loader.cloud_queue", int, 1),
     ("cluster.rendezvous_s", float, 1),
     ("cluster.collective_s", float, 1),
 )
@@ -198,6 +201,7 @@ def _check_data(cfg: DictConfig) -> None:
     if not classes or unknown or len(set(classes)) < len(classes):
         wrong = f"holds {', '.join(unknown)}" if unknown else "is empty or names a class twice"
         raise InputError(f"data.classes {wrong}; name each once, out of {', '.join(_CLASSES)}")
+    _check_loader(cfg)
     _check_paste(cfg)
     _check_augment(cfg)
     root, cache = _get(cfg, "data.root"), _get(cfg, "data.cache_dir")
@@ -209,6 +213,25 @@ def _check_data(cfg: DictConfig) -> None:
         raise InputError(
             f"paths.cache={cache} lies inside data.root={root}, which is only read; set "
             "paths.cache to a folder outside of it"
+        )
+
+
+def _check_loader(cfg: DictConfig) -> None:
+    for key, known in (
+        ("loader.pin_memory", ("auto", True, False)),
+        ("loader.full_decode", (True, False)),
+        ("data.cache", ("none", "ram", "disk")),
+    ):
+        value = OmegaConf.select(cfg, key, default=known[0])
+        # 1 == True, and is none of the words.
+        if not any(value is one or (value == one and isinstance(one, str)) for one in known):
+            words = ", ".join(str(one).lower() for one in known[:-1])
+            raise InputError(f"{key}={value} is unknown; use {words} or {str(known[-1]).lower()}")
+    loader, cache = str(_get(cfg, "loader._target_")), _get(cfg, "data.cache")
+    if cache in ("ram", "disk") and not loader.endswith(("auto", "ZeroCopyLoader")):
+        raise InputError(
+            f"data.cache={cache} keeps images as loader=zero_copy decodes them; use "
+            f"loader=zero_copy or loader=auto, or data.cache=none"
         )
 
 

@@ -111,6 +111,9 @@ class SpeedMonitor(L.Callback):
         if scaler is not None:
             values["train/loss_scale"] = scaler.get_scale()
             values["train/skipped_steps"] = float(scaler.num_skipped)
+        hit_rate = getattr(trainer.train_dataloader, "cache_hit_rate", None)
+        if hit_rate is not None:
+            values["data/cache_hit_rate"] = hit_rate
         if pl_module.device.type == "cuda":
             values["gpu/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / GIB
         pl_module.log_dict(values, batch_size=1)

@@ -1,45 +1,48 @@
 """Loading with NVIDIA DALI: worker processes read the files, a compiled graph makes the pixels.
 
-The graph decodes, resizes the region that the network sees with antialiasing, warps once (rotation
-and placement; a mirror is part of the resize) and normalises to float32 channels first, all cameras
-of a batch together. Where CUDA is, the decoder is the GPU's and all after it runs there; else the
-same graph runs on the CPU.
+The graph decodes, resizes the region that the network sees with antialiasing and warps once
+(rotation and placement; a mirror is part of the resize), all cameras of a batch together. Where
+CUDA is, the decoder is the GPU's and all after it runs there; else the same graph runs on the CPU.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NoReturn, TypeVar
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline
+from torch import Tensor
 
-from bev_lightning.data.dali_source import SlotSource, read_encoded
-from bev_lightning.data.frame import Frame, FrameSource
+from bev_lightning.data.ahead import Ahead
+from bev_lightning.data.dali_source import Delivery, EncodedSource
+from bev_lightning.data.fast_reader import normalise, read_encoded
+from bev_lightning.data.frame import FrameSource
+from bev_lightning.data.parcels import Parcel, put_together, show_clouds
 from bev_lightning.data.photometric import distort_images
 from bev_lightning.data.reader import read_image
 from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
-from bev_lightning.structures import Batch, CameraInput, Cameras, Inputs, Points, Radar
+from bev_lightning.structures import Batch, CameraInput, Points, Radar
 
-_Cloud = TypeVar("_Cloud", Points, Radar)
+Clouds = list[tuple[Points | None, Radar | None]]
 
 
 class DaliLoader:
     """Batches through a DALI pipeline, equal to the plain loader's.
 
-    Order, matrices, targets, points and radar are the same to the bit. Pixels come from another
-    resampler of the same kind (bicubic with antialiasing, then bilinear where an image is rotated):
-    real images differ by 0.1 to 0.5 of 255 in the mean and by 6 at most.
+    Order, matrices and targets are the same to the bit. Pixels come from another resampler of the
+    same kind (bicubic with antialiasing, then bilinear where an image is rotated): real images
+    differ by 0.1 to 0.5 of 255 in the mean and by 6 at most.
 
-    On CUDA a batch arrives on the current device. Images are DALI's memory in either case, no copy.
+    On CUDA a batch arrives on the current device.
 
     Attributes:
         num_workers: processes that read, and threads of the graph; 0 reads in this process.
         prefetch: batches that each worker may hold ready; the graph makes as many ahead.
-        pin_memory: page-locked batches if the graph runs on the CPU; without CUDA it does nothing.
-        device: where the graph runs; auto takes CUDA where it is.
-        start_method: of the workers (fork, spawn, forkserver); None is the platform's own.
+        pin_memory: page-locked slots of the workers; without CUDA it does nothing.
+        image_queue, cloud_queue: batches of finished images, and of point clouds, that threads of
+            their own may have ready; 0: made when they are asked for. Images are the smaller and
+            the less steady, so that their queue is to be the longer.
         skipped: sentence for each sample that could not be read and was replaced, by token.
     """
 
@@ -48,19 +51,20 @@ class DaliLoader:
         num_workers: int = 2,
         prefetch: int = 2,
         pin_memory: bool = False,
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-        start_method: str | None = None,
+        image_queue: int = 0,
+        cloud_queue: int = 0,
     ) -> None:
-        if num_workers < 0 or prefetch < 1:
+        if num_workers < 0 or prefetch < 1 or (image_queue < 1) != (cloud_queue < 1):
             raise InputError(
-                f"loader.num_workers={num_workers} and loader.prefetch={prefetch} do not work with "
-                f"DALI: give 0 or more workers and a prefetch of 1 or more"
+                f"loader.num_workers={num_workers}, loader.prefetch={prefetch}, loader.image_queue="
+                f"{image_queue} and loader.cloud_queue={cloud_queue} do not work with DALI: give 0 "
+                f"or more workers, a prefetch of 1 or more, and queues of 1 or more or both 0"
             )
         self.num_workers = num_workers
         self.prefetch = prefetch
         self.pin_memory = pin_memory
-        self.device = device
-        self.start_method = start_method
+        self.image_queue = image_queue
+        self.cloud_queue = cloud_queue
         self.skipped: dict[str, str] = {}
 
     def open(self, frames: FrameSource, schedule: Places, start: int, stop: int) -> Iterator[Batch]:
@@ -69,106 +73,158 @@ class DaliLoader:
         Closing the iterator ends the worker processes.
 
         Raises:
-            InputError: a file cannot be used; the sentence of the worker that met it.
+            InputError: a file cannot be used, or a worker was killed; names the samples.
         """
-        cuda = torch.cuda.is_available() if self.device == "auto" else self.device == "cuda"
+        cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         # The workers start first: a process is best forked before it has the graph's threads.
-        source = SlotSource(
-            frames, schedule, start, stop, self.num_workers, self.prefetch, self.start_method
+        source = EncodedSource(
+            frames,
+            schedule,
+            start,
+            stop,
+            self.num_workers,
+            self.prefetch,
+            ahead=self.prefetch + self.image_queue + 2,
         )
-        pipeline = None
+        pinned = self.pin_memory and cuda and source.pool.pin()
+        images: Iterator[tuple[Parcel, Tensor | None]] = self._make_images(source, device, stop)
+        clouds: Iterator[Clouds] = self._take_clouds(source, device)
+        threads: list[Ahead[Any]] = []
+        if self.image_queue:
+            threads = [Ahead(images, self.image_queue), Ahead(clouds, self.cloud_queue)]
+            images, clouds = threads
         try:
-            num_threads = max(1, self.num_workers)
-            pipeline = build_pipeline(
-                source, frames.inputs, schedule.batch_size, device, num_threads, self.prefetch
-            )
-            for micro_step in range(start, stop):
+            for _ in range(start, stop):
+                parcel, pixels = next(images)
+                for skipped in parcel.skipped:
+                    self.skipped.update(skipped)
+                batch = put_together(parcel, pixels, next(clouds)).to(device, non_blocking=True)
+                if cuda and threads:
+                    # Made on streams of the threads, which have finished.
+                    batch.record_stream(torch.cuda.current_stream(device))
+                yield batch
+                del batch, pixels
+        finally:
+            for thread in threads:
+                thread.stop()
+            source.close()
+            for thread in threads:
+                thread.join()
+            if isinstance(images, Generator):
+                images.close()
+            if pinned:
+                source.pool.unpin()
+
+    def _make_images(
+        self, source: EncodedSource, device: torch.device, stop: int
+    ) -> Iterator[tuple[Parcel, Tensor | None]]:
+        """Each micro-step's parcel and its images ``(T, B, N, 3, H, W)`` on the device."""
+        inputs = source.frames.inputs
+        if inputs.camera is None:
+            for _ in source.steps:
+                source()
+                yield _take(source).parcel, None
+            return
+        stream = self._choose_stream(device)
+        pipeline = build_pipeline(
+            source, source.layout.batch_size, device, max(1, self.num_workers), self.prefetch
+        )
+        for micro_step in source.steps:
+            with torch.cuda.stream(stream):
                 try:
-                    # Bound to torch's stream: nothing waits here, and DALI takes the memory back
-                    # only when that stream is done with it.
-                    outputs = pipeline.run(torch.cuda.current_stream() if cuda else None)
+                    # Bound to the stream: DALI takes the memory back when that is done with it.
+                    (outputs,) = pipeline.run(stream)
                 except RuntimeError as error:
                     if "decoders.image" not in str(error):
                         raise
                     ahead = range(micro_step, min(stop, micro_step + self.prefetch + 1))
-                    _blame_image(frames, schedule, ahead)
-                note = source.notes.popleft()
-                if note.error:
-                    raise InputError(note.error)
-                samples = []
-                for (epoch, position), skipped in zip(
-                    schedule.batch(micro_step), note.skipped, strict=True
-                ):
-                    self.skipped.update(skipped)
-                    samples.append(frames.frame(epoch, (position + len(skipped)) % len(frames)))
-                batch = _assemble(outputs, samples, frames.inputs, device)
-                del outputs
-                yield batch.pin_memory() if self.pin_memory and not cuda else batch
-                del batch
-        finally:
-            source.close()
-            # DALI frees memory and threads with the last name: the traceback of an exception keeps
-            # this frame alive.
-            del pipeline
+                    _blame_image(source.frames, source.schedule, ahead)
+                parcel = _take(source).parcel
+                pixels = torch.from_dlpack(outputs.as_tensor())  # DALI's own memory
+                images = normalise(pixels, inputs.camera)
+                images = images.view(*parcel.lengths.shape, *images.shape[1:])
+                for moment, changes in zip(images, parcel.colours, strict=True):
+                    for seen, change in zip(moment, changes, strict=True):
+                        if change:
+                            distort_images(change, seen, inputs.camera)
+                del outputs, pixels
+            if stream is not None and self.image_queue:
+                stream.synchronize()
+            yield parcel, images
+            del images
+        # DALI frees memory and threads with the last name.
+        del pipeline
+
+    def _take_clouds(self, source: EncodedSource, device: torch.device) -> Iterator[Clouds]:
+        """Each micro-step's point clouds on the device, out of their slot, which is then free."""
+        inputs, stream = source.frames.inputs, self._choose_stream(device)
+        for _ in source.steps:
+            delivery = source.for_clouds.get()
+            if delivery is None:
+                return
+            if isinstance(delivery, Exception):
+                raise delivery
+            with torch.cuda.stream(stream):
+                clouds = [
+                    (_move(points, device), _move(radar, device))
+                    for points, radar in show_clouds(delivery.parcel, delivery.arrays, inputs)
+                ]
+            source.pool.release(delivery.slot)
+            yield clouds
+
+    def _choose_stream(self, device: torch.device) -> "torch.cuda.Stream | None":
+        """A thread's own on CUDA, so that the model never waits for a batch that is not due."""
+        if device.type != "cuda":
+            return None
+        return torch.cuda.Stream(device) if self.image_queue else torch.cuda.current_stream(device)
 
 
 def build_pipeline(
-    source: SlotSource,
-    inputs: Inputs,
+    source: EncodedSource,
     batch_size: int,
     device: torch.device,
     num_threads: int,
     prefetch: int,
 ) -> Pipeline:
-    """The graph.
-
-    Outputs are images ``(S, 3, H, W)`` if the model reads cameras, then lists of points ``(P, 5)``
-    and of radar ``(R, 8)``, each with an entry for every slot of :class:`MicroSteps`.
+    """The graph; its output are images ``(S, H, W, 3)`` uint8.
 
     Args:
         source: gives the inputs.
-        inputs: what the model reads.
         batch_size: samples of a batch at most.
         device: where images are made.
         num_threads: of the graph on the CPU.
         prefetch: batches made ahead.
     """
-    cameras = 1 if inputs.camera is None else len(inputs.camera.channels)
+    inputs = source.frames.inputs
+    assert inputs.camera is not None
     pipeline = Pipeline(
-        batch_size=batch_size * (inputs.history + 1) * cameras,
+        batch_size=batch_size * (inputs.history + 1) * len(inputs.camera.channels),
         num_threads=num_threads,
         device_id=device.index if device.type == "cuda" else None,
         prefetch_queue_depth=prefetch,
     )
     byte, real = types.DALIDataType.UINT8, types.DALIDataType.FLOAT
-    kinds = [(real, 2), (real, 2)]
-    if inputs.camera is not None:
-        kinds = [(byte, 1), (real, 1), (real, 1), (real, 1), (real, 2), *kinds]
+    kinds = [(byte, 1), (real, 1), (real, 1), (real, 1), (real, 2)]
     with pipeline:
-        *pixels, points, radar = fn.external_source(
+        pixels = fn.external_source(
             source,
             num_outputs=len(kinds),
             batch=True,
             dtype=[kind for kind, _ in kinds],
             ndim=[ndim for _, ndim in kinds],
         )
-        if device.type == "cuda":
-            points, radar = points.gpu(), radar.gpu()
-        outputs = [points, radar]
-        if inputs.camera is not None:
-            outputs.insert(0, make_images(pixels, inputs.camera, device))
-        pipeline.set_outputs(*outputs)
+        pipeline.set_outputs(make_images(pixels, inputs.camera, device))
     pipeline.build()
     return pipeline
 
 
 def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device) -> Any:
-    """The part of the graph that makes ``(3, H, W)`` of an encoded image and its pixel plan.
+    """The part of the graph that makes ``(H, W, 3)`` uint8 of an encoded image and its pixel plan.
 
     Args:
         pixels: nodes of the image's bytes and of the four fields of :class:`PixelPlan`.
-        camera: size and normalisation.
+        camera: size.
         device: where it runs.
     """
     encoded, start, end, size, warp = pixels
@@ -185,7 +241,7 @@ def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device
         interp_type=types.DALIInterpType.INTERP_CUBIC,
         antialias=True,
     )
-    images = fn.experimental.warp_perspective(
+    return fn.experimental.warp_perspective(
         images,
         matrix=warp,
         size=list(camera.size),
@@ -193,63 +249,21 @@ def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device
         interp_type=types.DALIInterpType.INTERP_LINEAR,
         fill_value=0,
     )
-    return fn.crop_mirror_normalize(
-        images,
-        dtype=types.DALIDataType.FLOAT,
-        output_layout="CHW",
-        mean=list(camera.mean),
-        std=list(camera.std),
-    )
 
 
-def _assemble(
-    outputs: Sequence[Any], samples: list[Frame], inputs: Inputs, device: torch.device
-) -> Batch:
-    """Put images and clouds into what the frames already know."""
-    cameras = 1 if inputs.camera is None else len(inputs.camera.channels)
-    images = None
-    if inputs.camera is not None:
-        images = torch.from_dlpack(outputs[0].as_tensor())
-        images = images.view(inputs.history + 1, len(samples), cameras, *images.shape[1:])
-    points, radar = outputs[-2:]
-
-    def fill(moment: int, frames: list[Frame]) -> Batch:
-        slots = range(
-            moment * len(samples) * cameras, (moment + 1) * len(samples) * cameras, cameras
-        )
-        batch = Batch.stack([frame.batch for frame in frames])
-        if images is not None and inputs.camera is not None:
-            for seen, frame in zip(images[moment], frames, strict=True):
-                if frame.colours:
-                    distort_images(frame.colours, seen, inputs.camera)
-                if frame.mask is not None:
-                    frame.mask.hide(seen)
-            matrices = torch.cat(
-                [f.image_from_lidar for f in frames if f.image_from_lidar is not None]
-            )
-            batch = replace(batch, cameras=Cameras(images[moment], matrices))
-        if inputs.lidar is not None:
-            batch = replace(batch, points=_pad(points, slots, Points))
-        if inputs.radar is not None:
-            batch = replace(batch, radar=_pad(radar, slots, Radar))
-        return batch
-
-    *history, batch = (
-        fill(moment, list(frames))
-        for moment, frames in enumerate(zip(*((*f.history, f) for f in samples), strict=True))
-    )
-    # On CUDA the sensors' data is there already and stays where it is; the small rest follows.
-    return replace(batch, history=tuple(history)).to(device, non_blocking=True)
+def _take(source: EncodedSource) -> Delivery:
+    """The delivery behind the images that are next."""
+    delivery = source.for_images.get_nowait()
+    if isinstance(delivery, Exception):
+        raise delivery
+    return delivery
 
 
-def _pad(clouds: Any, slots: range, kind: type[_Cloud]) -> _Cloud:
-    """Copy the clouds of some slots into one tensor."""
-    rows = [torch.from_dlpack(clouds[slot]) for slot in slots]
-    count = torch.tensor([len(row) for row in rows])
-    features = rows[0].new_zeros(len(rows), int(count.max()), rows[0].shape[1])
-    for target, row in zip(features, rows, strict=True):
-        target[: len(row)] = row
-    return kind(features, count)
+def _move(cloud: Any, device: torch.device) -> Any:
+    if cloud is None:
+        return None
+    # Not asynchronous: the slot is free as soon as this is back.
+    return type(cloud)(cloud.features.to(device, copy=True), cloud.count.to(device))
 
 
 def _blame_image(frames: FrameSource, schedule: Places, micro_steps: range) -> NoReturn:

@@ -1,35 +1,25 @@
-"""The first half of DALI's loading, in worker processes: read files, check them, plan pixels.
+"""What DALI's graph is fed: encoded images from the worker processes, and a plan of their pixels.
 
-Everything that can go wrong with a file goes wrong here, where file and sample are known: the
-error of a decoder names neither and ends the pipeline. Points are finished here too and not in the
-graph: a filter keeps an unforeseeable number of rows, which DALI has no operator for, and what it
-leaves is a fraction of what would be uploaded before it.
+Everything that can go wrong with a file goes wrong in the workers, where file and sample are known:
+the error of a decoder names neither and ends the pipeline. Point clouds do not pass through the
+graph: a filter keeps an unforeseeable number of rows, which DALI has no operator for.
 
-The workers are a DataLoader's. DALI's own (``parallel=True``) wait for ever when one of them is
-killed at the wrong moment; and they must be spawned where CUDA is in use, so they import torch
-anew, which takes seconds each time a loader opens.
+The workers are ours. DALI's own (``parallel=True``) wait for ever when one of them is killed at the
+wrong moment; and they must be spawned where CUDA is in use, so they import torch anew, which takes
+seconds each time a loader opens.
 """
 
 import math
-from collections import deque
-from collections.abc import Iterator
+import queue
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from bev_lightning.data.frame import Frame, FrameSource, ImageSource
-from bev_lightning.data.processes import prepare_worker
-from bev_lightning.data.reader import read_cloud, read_image, read_position, read_radar
+from bev_lightning.data.frame import FrameSource
+from bev_lightning.data.parcels import Arrays, Layout, Parcel, ParcelWriter, explain_death
 from bev_lightning.data.stream import Places
+from bev_lightning.data.workers import SlotPool, WorkerDiedError, Workers
 from bev_lightning.errors import InputError
-from bev_lightning.structures import Inputs
-
-_FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_SCAN = 0xDA
 
 
 @dataclass(frozen=True)
@@ -55,71 +45,22 @@ class PixelPlan:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One entry of the DALI batch: a camera of a frame. The first also carries its point clouds.
+class Delivery:
+    """A micro-step's parcel and the slot it came with, held until it is released."""
 
-    Attributes:
-        image: ``(n,)`` uint8 encoded file.
-        plan: of its pixels.
-        points: ``(P, 5)`` float32 as in :class:`Points`.
-        radar: ``(R, 8)`` float32 as in :class:`Radar`.
-    """
-
-    image: np.ndarray
-    plan: PixelPlan
-    points: np.ndarray
-    radar: np.ndarray
+    slot: int
+    parcel: Parcel
+    arrays: Arrays
 
 
-@dataclass(frozen=True)
-class Note:
-    """What goes with a micro-step beside its arrays.
-
-    Attributes:
-        skipped: for each sample the sentences of those it replaces, by token.
-        error: sentence of an InputError, empty where there is none.
-    """
-
-    skipped: tuple[dict[str, str], ...] = ()
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class _Ragged:
-    """Arrays of different lengths in one tensor, which travels through shared memory as one.
-
-    Attributes:
-        values: ``(sum(counts), ...)``.
-        counts: rows of each array.
-    """
-
-    values: Tensor
-    counts: tuple[int, ...]
-
-    @classmethod
-    def join(cls, arrays: list[np.ndarray]) -> "_Ragged":
-        return cls(torch.from_numpy(np.concatenate(arrays)), tuple(len(array) for array in arrays))
-
-    def split(self) -> list[np.ndarray]:
-        return [rows.numpy() for rows in self.values.split(self.counts)]
-
-
-@dataclass(frozen=True)
-class _Parcel:
-    """A micro-step on its way from a worker: S slots."""
-
-    images: _Ragged
-    plans: tuple[np.ndarray, ...]
-    points: _Ragged
-    radar: _Ragged
-    note: Note
-
-
-class SlotSource:
+class EncodedSource:
     """The callable that DALI asks for one micro-step after the other, ``start`` .. ``stop - 1``.
 
     Attributes:
-        notes: of the micro-steps handed out, oldest first; to be taken by who uses the outputs.
+        steps: the micro-steps.
+        for_images, for_clouds: deliveries of the micro-steps handed out, oldest first, each in the
+            hands of who takes it there; the exception with which a micro-step ended; None at the
+            end.
     """
 
     def __init__(
@@ -130,147 +71,78 @@ class SlotSource:
         stop: int,
         num_workers: int,
         prefetch: int,
-        start_method: str | None,
+        ahead: int,
     ) -> None:
         """Start the workers.
 
         Args:
             num_workers: processes; 0 reads in this one.
             prefetch: micro-steps that each worker may hold ready.
-            start_method: of the workers (fork, spawn, forkserver); None is the platform's own.
+            ahead: micro-steps between the source and who takes the clouds, at most.
         """
-        self.notes: deque[Note] = deque()
-        self._has_images = frames.inputs.camera is not None
-        parallel = num_workers > 0
-        loader = DataLoader(
-            MicroSteps(frames, schedule),
-            batch_size=None,
-            sampler=range(start, stop),
-            collate_fn=_keep,  # batch_size None still converts arrays to tensors otherwise
-            num_workers=num_workers,
-            prefetch_factor=prefetch if parallel else None,
-            multiprocessing_context=start_method if parallel else None,
-            worker_init_fn=prepare_worker,
-            # Its own generator: the DataLoader draws a seed for its workers, which would disturb
-            # the model's random numbers.
-            generator=torch.Generator(),
+        self.frames = frames
+        self.schedule = schedule
+        self.steps = range(start, stop)
+        self.layout = Layout(frames.inputs, schedule.batch_size, encoded_bytes=_room(frames))
+        self.pool = SlotPool(max(1, num_workers) * prefetch + ahead, self.layout.num_bytes)
+        self.workers = Workers(
+            ParcelWriter(frames, schedule, self.layout, self.pool),
+            self.steps,
+            num_workers,
+            self.pool,
+            restart=frames.on_missing == "skip",
         )
-        self._parcels: Iterator[_Parcel] | None = iter(loader)
+        self.for_images: queue.SimpleQueue[Delivery | Exception] = queue.SimpleQueue()
+        self.for_clouds: queue.SimpleQueue[Delivery | Exception | None] = queue.SimpleQueue()
+        self._fed: int | None = None
 
     def __call__(self) -> tuple[list[np.ndarray], ...]:
-        """The arrays of each slot: its image and the four of its plan if the model reads cameras,
-        points and radar.
+        """Images and the four fields of :class:`PixelPlan`, an array for every image: first those
+        of the oldest frames of all samples, last the current frames', within a sample camera by
+        camera.
+
+        An error is put off until its micro-step is due: it may be far ahead.
 
         Raises:
             StopIteration: past the last micro-step.
-            RuntimeError: a worker was killed.
         """
-        if self._parcels is None:
-            raise StopIteration
+        if self._fed is not None:  # DALI has copied it
+            self.pool.release(self._fed)
+            self._fed = None
         try:
-            parcel = next(self._parcels)
-        except (OSError, EOFError) as error:  # the parcel's memory went with the process
-            raise RuntimeError("a worker process of the loader was killed") from error
-        self.notes.append(parcel.note)
-        clouds = parcel.points.split(), parcel.radar.split()
-        if not self._has_images:
-            return clouds
-        return (parcel.images.split(), *(list(plan) for plan in parcel.plans), *clouds)
+            slot, parcel = next(self.workers)
+        except (InputError, WorkerDiedError, RuntimeError) as error:
+            if isinstance(error, WorkerDiedError):
+                error = explain_death(self.frames, self.schedule, error)
+            self.for_images.put(error)
+            self.for_clouds.put(error)
+            blank = plan_pixels(np.eye(3), (1, 1), (1, 1))
+            return [_BLANK], *([part] for part in vars(blank).values())
+        self._fed = slot
+        self.pool.share(slot)
+        delivery = Delivery(slot, parcel, self.layout.show(self.pool.memory(slot)))
+        self.for_images.put(delivery)
+        self.for_clouds.put(delivery)
+        images = []
+        for place in np.ndindex(parcel.lengths.shape):
+            if place in parcel.oversized:
+                images.append(np.frombuffer(parcel.oversized[place], np.uint8))
+            else:
+                assert delivery.arrays.encoded is not None
+                images.append(delivery.arrays.encoded[place][: parcel.lengths[place]])
+        plans = [
+            plan_pixels(source.network_from_original, source.original_size, source.size)
+            for moment in parcel.sources
+            for sample in moment
+            for source in sample
+        ]
+        columns = zip(*(vars(plan).values() for plan in plans), strict=True)
+        return images, *(list(column) for column in columns)
 
     def close(self) -> None:
         """End the workers."""
-        self._parcels = None
-
-
-class MicroSteps(Dataset[_Parcel]):
-    """What the workers read. A micro-step follows from its number alone, so a loader that is opened
-    at any of them goes on exactly there."""
-
-    def __init__(self, frames: FrameSource, schedule: Places) -> None:
-        self.frames = frames
-        self.schedule = schedule
-
-    def __getitem__(self, micro_step: int) -> _Parcel:
-        """All slots: first those of the oldest frames of all samples, last the current frames',
-        within a sample camera by camera."""
-        try:
-            results = [
-                read_position(self.frames, *place, self._read)
-                for place in self.schedule.batch(micro_step)
-            ]
-        except InputError as error:
-            return _pack([_empty_slot()], Note(error=str(error)))
-        queues = [queue for queue, _ in results]
-        slots = [slot for moment in zip(*queues, strict=True) for frame in moment for slot in frame]
-        return _pack(slots, Note(tuple(skipped for _, skipped in results)))
-
-    def _read(self, frame: Frame) -> list[list[Slot]]:
-        """Slots of the frame's history and of itself."""
-        queue = (*frame.history, frame)
-        # At a scene's start the queue repeats one frame: read it once.
-        read = {id(member): read_slots(member, self.frames.inputs) for member in queue}
-        return [read[id(member)] for member in queue]
-
-
-def read_slots(frame: Frame, inputs: Inputs) -> list[Slot]:
-    """Read one frame's files; one slot where there are no cameras.
-
-    Raises:
-        InputError: a file cannot be used; names sample and file.
-    """
-    try:
-        slots = [
-            Slot(
-                read_encoded(source),
-                plan_pixels(source.network_from_original, source.original_size, source.size),
-                np.zeros((0, 5), np.float32),
-                np.zeros((0, 8), np.float32),
-            )
-            for source in frame.images
-        ] or [_empty_slot()]
-        first = slots[0]
-        slots[0] = Slot(
-            first.image,
-            first.plan,
-            first.points if inputs.lidar is None else read_cloud(frame, inputs.lidar),
-            first.radar if inputs.radar is None else read_radar(frame.radar, inputs.radar),
-        )
-    except InputError as error:
-        raise InputError(f"sample {frame.sample_token}: {error}") from None
-    return slots
-
-
-def read_encoded(source: ImageSource) -> np.ndarray:
-    """``(n,)`` uint8 bytes of an image that will decode to the size the tables promise.
-
-    A JPEG's markers are walked and its end marker is looked for, which finds files cut short
-    without decoding them. What does not pass is judged by the plain reader, so that both loaders
-    refuse the same files in the same words.
-
-    Raises:
-        InputError: missing, empty, cut short, no image or of another size.
-    """
-    try:
-        content = source.path.read_bytes()
-    except OSError:
-        content = b""
-    if not is_whole_jpeg(content, source.original_size):
-        read_image(source)
-    return np.frombuffer(content, np.uint8)
-
-
-def is_whole_jpeg(content: bytes, size: tuple[int, int]) -> bool:
-    """Whether the bytes look like a complete JPEG of this height and width."""
-    found = None
-    for marker, begin, end in _segments(content):
-        if marker in _FRAME_HEADERS:
-            found = (
-                int.from_bytes(content[begin + 1 : begin + 3], "big"),
-                int.from_bytes(content[begin + 3 : begin + 5], "big"),
-            )
-        elif marker == _SCAN:  # behind it FF D9 is the end and nothing else
-            return found == tuple(size) and content.rfind(b"\xff\xd9", end) >= 0
-    return False
+        self.workers.close()
+        self.for_clouds.put(None)
 
 
 def plan_pixels(
@@ -310,47 +182,14 @@ def plan_pixels(
     return _plan((low - offset) / scale, (high - offset) / scale, high - low, warp)
 
 
-def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Marker, begin and end of the payload of a JPEG's segments, as long as they are whole."""
-    at = 2 if content[:2] == b"\xff\xd8" else len(content)
-    while at + 4 <= len(content) and content[at] == 0xFF:
-        if content[at + 1] == 0xFF:  # fill
-            at += 1
-            continue
-        end = at + 2 + int.from_bytes(content[at + 2 : at + 4], "big")
-        if end > len(content):
-            return
-        yield content[at + 1], at + 4, end
-        at = end
-
-
-def _pack(slots: list[Slot], note: Note) -> _Parcel:
-    plans = [slot.plan for slot in slots]
-    return _Parcel(
-        _Ragged.join([slot.image for slot in slots]),
-        (
-            np.stack([plan.region_start for plan in plans]),
-            np.stack([plan.region_end for plan in plans]),
-            np.stack([plan.resized for plan in plans]),
-            np.stack([plan.resized_from_network for plan in plans]),
-        ),
-        _Ragged.join([slot.points for slot in slots]),
-        _Ragged.join([slot.radar for slot in slots]),
-        note,
-    )
-
-
-def _keep(parcel: Any) -> Any:
-    return parcel
-
-
-def _empty_slot() -> Slot:
-    return Slot(
-        _BLANK,
-        _plan(np.zeros(2), np.ones(2), np.ones(2), np.eye(3)),
-        np.zeros((0, 5), np.float32),
-        np.zeros((0, 8), np.float32),
-    )
+def _room(frames: FrameSource) -> int:
+    """Bytes for an encoded image: half as many again as the largest of the first sample has. What
+    does not fit travels with the parcel."""
+    sizes = [1024]
+    for source in frames.frame(0, 0).images:
+        if source.path.exists():
+            sizes.append(source.path.stat().st_size)
+    return max(sizes) * 3 // 2
 
 
 def _plan(start: np.ndarray, end: np.ndarray, resized: np.ndarray, warp: np.ndarray) -> PixelPlan:
@@ -363,5 +202,5 @@ def _shift(x: float, y: float) -> np.ndarray:
     return np.array([[1.0, 0.0, x], [0.0, 1.0, y], [0.0, 0.0, 1.0]])
 
 
-# A black image of one pixel for slots that carry none.
+# A black image of one pixel, in place of those that cannot be read.
 _BLANK = np.frombuffer(b"P6 1 1 255\n\0\0\0", np.uint8)

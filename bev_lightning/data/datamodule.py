@@ -16,6 +16,7 @@ from bev_lightning.data.ground_truth import GroundTruthDatabase
 from bev_lightning.data.ground_truth_writer import build_ground_truth
 from bev_lightning.data.index import Index, build_index
 from bev_lightning.data.paste import Paste, Paster, check_inputs
+from bev_lightning.data.pixel_cache import CacheKind, open_pixel_cache
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, SceneSchedule, Schedule
 from bev_lightning.data.synthetic import SyntheticSpec, generate
@@ -59,6 +60,8 @@ class DetectionDataModule(LightningDataModule):
         target_range: Sequence[float] | None = None,
         cbgs: bool = False,
         paste: Paste | None = None,
+        cache: CacheKind = "none",
+        cache_gib: float = 8.0,
     ) -> None:
         """Keep the settings; nothing is read before :meth:`prepare_data`.
 
@@ -84,6 +87,7 @@ class DetectionDataModule(LightningDataModule):
                 (:func:`bev_lightning.data.balance.balance`).
             paste: objects of other scenes pasted into the training samples of a lidar model; None
                 for none.
+            cache, cache_gib: where training keeps decoded images, and how many, per process.
         """
         super().__init__()
         if on_missing not in ("error", "skip"):
@@ -112,25 +116,19 @@ class DetectionDataModule(LightningDataModule):
             )
         if paste is not None:
             check_inputs(inputs)
-        self.root = root
-        self.version = version
-        self.train_split = train_split
-        self.val_split = val_split
-        self.batch_size = batch_size
-        self.val_batch_size = val_batch_size
+        self.root, self.version = root, version
+        self.train_split, self.val_split = train_split, val_split
+        self.batch_size, self.val_batch_size = batch_size, val_batch_size
         self.on_missing = on_missing
-        self.classes = tuple(classes)
-        self.num_workers = num_workers
+        self.classes, self.num_workers = tuple(classes), num_workers
         self.inputs = inputs
         self.augment = augment
         self.loader = loader
-        self.cache_dir = cache_dir
-        self.seed = seed
+        self.cache_dir, self.seed = cache_dir, seed
         self.synthetic = synthetic
-        self.min_points = min_points
-        self.target_range = target_range
-        self.cbgs = cbgs
-        self.paste = paste
+        self.min_points, self.target_range = min_points, target_range
+        self.cbgs, self.paste = cbgs, paste
+        self.cache, self.cache_gib = cache, cache_gib
         self.index: Index | None = None
         self.stream: BatchStream | None = None
         self._frames: dict[str, FrameSource] = {}
@@ -313,8 +311,7 @@ class DetectionDataModule(LightningDataModule):
         if skipped:
             warnings.warn(
                 f"{len(skipped)} samples could not be read and were replaced by others "
-                f"(data.on_missing=skip), "
-                f"first: {next(iter(skipped.values()))}",
+                f"(data.on_missing=skip), first: {next(iter(skipped.values()))}",
                 stacklevel=2,
             )
 
@@ -335,6 +332,9 @@ class DetectionDataModule(LightningDataModule):
         if self.cbgs:
             rows = balance(counts, self.seed)
             source = source.with_tokens([source.tokens[row] for row in rows])
+        source.pixel_cache = open_pixel_cache(
+            self.cache, self.cache_gib, self.cache_dir, source, self.loader
+        )
         return source
 
     def _evaluation_source(self, with_targets: bool = True) -> FrameSource:

@@ -1,6 +1,7 @@
 """Sensor files as nuScenes stores them. What cannot be used ends in a sentence with path and
 size."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ _PCD_TYPES = {
     ("U", 2): "<u2",
     ("U", 4): "<u4",
 }
+# Markers of a JPEG's segments.
+_FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_SCAN = 0xDA
 
 
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
@@ -56,11 +60,11 @@ def find_fault(path: Path, size: tuple[int, int]) -> str:
     return ""
 
 
-def read_lidar_file(path: Path) -> np.ndarray:
+def load_lidar_file(path: Path) -> np.ndarray:
     """``(P, 5)`` float32 as stored: x, y, z [m], intensity 0..255, ring.
 
     Raises:
-        InputError: absent, empty, no multiple of 20 bytes, NaN or infinity.
+        InputError: absent, empty, or no multiple of 20 bytes.
     """
     content = read_bytes(path, "lidar file")
     if len(content) == 0 or len(content) % 20:
@@ -74,11 +78,20 @@ def read_lidar_file(path: Path) -> np.ndarray:
             f"samples out with "
             f"data.on_missing=skip"
         )
-    points = np.frombuffer(content, np.float32).reshape(-1, 5)
+    return np.frombuffer(content, np.float32).reshape(-1, 5)
+
+
+def read_lidar_file(path: Path) -> np.ndarray:
+    """:func:`load_lidar_file`, every value of it finite.
+
+    Raises:
+        InputError: absent, empty, no multiple of 20 bytes, NaN or infinity.
+    """
+    points = load_lidar_file(path)
     bad = int((~np.isfinite(points)).any(axis=1).sum())
     if bad:
         raise InputError(
-            f"the lidar file {path} ({len(content)} bytes) holds NaN or infinity in {bad} of "
+            f"the lidar file {path} ({points.nbytes} bytes) holds NaN or infinity in {bad} of "
             f"{len(points)} points; "
             f"replace it, or leave such samples out with data.on_missing=skip"
         )
@@ -127,6 +140,20 @@ def read_radar_file(path: Path) -> np.ndarray:
     return returns
 
 
+def is_whole_jpeg(content: bytes, size: tuple[int, int]) -> bool:
+    """Whether the bytes look like a complete JPEG of this height and width."""
+    found = None
+    for marker, begin, end in _segments(content):
+        if marker in _FRAME_HEADERS:
+            found = (
+                int.from_bytes(content[begin + 1 : begin + 3], "big"),
+                int.from_bytes(content[begin + 3 : begin + 5], "big"),
+            )
+        elif marker == _SCAN:  # behind it FF D9 is the end and nothing else
+            return found == tuple(size) and content.rfind(b"\xff\xd9", end) >= 0
+    return False
+
+
 def read_bytes(path: Path, kind: str) -> bytes:
     """A whole file. Raises InputError, which calls it a ``kind``, where it cannot be read."""
     try:
@@ -143,3 +170,17 @@ def describe(error: BaseException) -> str:
     """An error's text in one line, without the memory address PIL puts in."""
     text = " ".join(str(error).split())
     return "not an image" if "cannot identify image file" in text else text or type(error).__name__
+
+
+def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """Marker, begin and end of the payload of a JPEG's segments, as long as they are whole."""
+    at = 2 if content[:2] == b"\xff\xd8" else len(content)
+    while at + 4 <= len(content) and content[at] == 0xFF:
+        if content[at + 1] == 0xFF:  # fill
+            at += 1
+            continue
+        end = at + 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+        if end > len(content):
+            return
+        yield content[at + 1], at + 4, end
+        at = end

@@ -22,6 +22,7 @@ from bev_lightning.data.index import Index
 from bev_lightning.data.missing import filter_missing
 from bev_lightning.data.paste import Pasted, Paster, join_boxes
 from bev_lightning.data.photometric import ColourChange, draw_colours
+from bev_lightning.data.pixel_cache import PixelCache
 from bev_lightning.data.sample import (
     LIDAR,
     Sample,
@@ -135,6 +136,7 @@ class FrameSource:
         tokens: sample tokens, in order.
         dropped: sentence for each sample left out because files are missing
             (``on_missing="skip"``), by token.
+        pixel_cache: decoded images, for the loaders that keep them.
     """
 
     def __init__(
@@ -186,6 +188,7 @@ class FrameSource:
         self.target_range = target_range
         self.tokens, self.dropped = filter_missing(index, tokens, inputs, on_missing)
         self._kept = frozenset(self.tokens)
+        self.pixel_cache: PixelCache | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

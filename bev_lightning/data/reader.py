@@ -223,7 +223,6 @@ class TorchLoader:
         num_workers: processes; 0 reads in this one.
         prefetch: batches that each worker may hold ready.
         pin_memory: page-locked batches for asynchronous transfer; without CUDA it does nothing.
-        start_method: of the workers (fork, spawn, forkserver); None is the platform's own.
         skipped: sentence for each sample that could not be read and was replaced, by token.
     """
 
@@ -232,12 +231,10 @@ class TorchLoader:
         num_workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool = False,
-        start_method: str | None = None,
     ) -> None:
         self.num_workers = num_workers
         self.prefetch = prefetch
         self.pin_memory = pin_memory
-        self.start_method = start_method
         self.skipped: dict[str, str] = {}
 
     def open(self, frames: FrameSource, schedule: Places, start: int, stop: int) -> Iterator[Batch]:
@@ -254,7 +251,6 @@ class TorchLoader:
                 collate_fn=_stack,
                 num_workers=self.num_workers,
                 prefetch_factor=self.prefetch if parallel else None,
-                multiprocessing_context=self.start_method if parallel else None,
                 worker_init_fn=prepare_worker,
                 pin_memory=self.pin_memory and torch.cuda.is_available(),
                 # Its own generator: the DataLoader draws a seed for its workers, which would

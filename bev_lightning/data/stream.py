@@ -229,6 +229,12 @@ class BatchStream:
             if close is not None:
                 close()
 
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """Share of the images that were decoded before; None where none are kept."""
+        lookups = getattr(self.loader, "cache_lookups", 0)
+        return self.loader.cache_hits / lookups if lookups else None  # type: ignore[attr-defined]
+
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, in plain numbers."""
         return {"micro_step": self.micro_step, **_identity(self.schedule)}

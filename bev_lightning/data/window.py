@@ -32,6 +32,11 @@ class WindowedStream:
         """Wall time spent waiting for the loader so far [s]."""
         return self.stream.seconds_waited
 
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """Share of the images that were decoded before; None where none are kept."""
+        return self.stream.cache_hit_rate
+
     def __len__(self) -> int:
         return len(self.stream)
 

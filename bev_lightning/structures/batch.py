@@ -109,6 +109,15 @@ class Batch:
         """Page-locked copies for asynchronous transfer. Without CUDA the batch itself."""
         return _map_tensors(self, lambda v: v.pin_memory()) if torch.cuda.is_available() else self
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell CUDA's allocator that a stream uses what another has allocated."""
+
+        def record(value: Tensor) -> Tensor:
+            value.record_stream(stream)
+            return value
+
+        _map_tensors(self, record)
+
     @classmethod
     def stack(cls, samples: Sequence["Batch"]) -> "Batch":
         """One batch of several; points, radar returns and boxes are padded to the longest."""

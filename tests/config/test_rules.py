@@ -213,7 +213,7 @@ def test_auto_on_a_cpu() -> None:
     assert plain.trainer.precision == "32-true"
     assert plain.trainer.strategy.device == "cpu"
     assert plain.loader == plain.data.loader
-    assert plain.loader._target_ == "bev_lightning.data.dali.DaliLoader"
+    assert plain.loader._target_ == "bev_lightning.data.zero_copy.ZeroCopyLoader"
     assert (plain.loader.num_workers, plain.loader.pin_memory) == (2, False)
     assert plain.paths.run == "somewhere"
     assert OmegaConf.is_readonly(plain)
@@ -262,9 +262,30 @@ def test_what_is_said_stays_said() -> None:
     assert resolve(load("train", ["loader=torch"]), CPU).loader._target_.endswith("TorchLoader")
 
 
-def test_auto_loader_without_dali(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bev_lightning.resolution._has_dali", lambda: True)
+    loader = resolve(load("train"), FOUR_3090).loader
+    assert (loader._target_, loader.image_queue) == ("bev_lightning.data.dali.DaliLoader", 8)
+    cached = resolve(load("train", ["data.cache=disk"]), FOUR_3090)
+    assert cached.loader._target_.endswith("ZeroCopyLoader")
     monkeypatch.setattr("bev_lightning.resolution._has_dali", lambda: False)
-    assert resolve(load("train"), CPU).loader._target_.endswith("TorchLoader")
+    assert resolve(load("train"), FOUR_3090).loader._target_.endswith("ZeroCopyLoader")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loader.pin_memory=banana"], "loader.pin_memory=banana is unknown; use auto, true or"),
+        (["loader=zero_copy", "loader.full_decode=1"], "loader.full_decode=1 is unknown; use"),
+        (["data.cache=tape"], "data.cache=tape is unknown; use none, ram or disk"),
+        (["data.cache=ram", "loader=dali"], "data.cache=ram keeps images .* use loader=zero_copy"),
+        (["data.cache_gib=-1"], "data.cache_gib=-1 must be a number of at least 0"),
+        (["loader=dali_prefetch", "loader.image_queue=0"], "loader.image_queue=0 must be"),
+    ],
+)
+def test_loaders_that_cannot_be(words: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check(load("train", words))
 
 
 def test_every_verb_resolves() -> None:

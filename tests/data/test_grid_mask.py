@@ -67,6 +67,6 @@ def test_both_loaders_hide_the_same_pixels_of_the_current_frame(make_tree, tmp_p
     pytest.importorskip("nvidia.dali")
     from bev_lightning.data.dali import DaliLoader
 
-    _, other = open_batch(DaliLoader(num_workers=0, device="cpu"), ALWAYS)
+    _, other = open_batch(DaliLoader(num_workers=0), ALWAYS)
     assert torch.equal(other.cameras.images == 0, masked.cameras.images == 0)
     assert (other.history[0].cameras.images == 0).float().mean() < 0.02

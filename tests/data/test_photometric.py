@@ -123,7 +123,7 @@ def test_both_loaders_give_the_same_colours(make_tree, tmp_path: Path) -> None:
     pytest.importorskip("nvidia.dali")
     from bev_lightning.data.dali import DaliLoader
 
-    _, other = open_batch(DaliLoader(num_workers=0, device="cpu"), coloured)
+    _, other = open_batch(DaliLoader(num_workers=0), coloured)
     for one, two in ((other, distorted), (other.history[0], distorted.history[0])):
         difference = (one.cameras.images - two.cameras.images).abs() * max(CAMERA.std)
         assert difference.mean() < 4.0  # of 255; the loaders' resizing differs
