@@ -1,3 +1,4 @@
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,7 +81,11 @@ class Recorder(L.pytorch.loggers.logger.Logger):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(
+        monitor,
+        "time",
+        SimpleNamespace(perf_counter=clock.perf_counter, process_time=time.process_time),
+    )
     return clock
 
 

@@ -131,9 +131,9 @@ def test_a_run_leaves_its_configuration(
     ("words", "sentence"),
     [
         (["precison=16"], "did you mean precision?"),
-        (["hardware=cpu", "precision=fp8"], "precision=fp8 is not available"),
+        (["hardware=cpu", "precision=fp8"], "precision=fp8 needs compute capability 8.9"),
         (["data=nuscenes", "data.root=/nowhere"], "data.root=/nowhere does not exist"),
-        (["-m", "hardware=cpu", "precision=32,fp8"], "precision=fp8 is not available"),
+        (["-m", "hardware=cpu", "precision=32,fp8"], "precision=fp8 needs compute capability 8.9"),
         (["-m", "seed=1,2", "data=nowhere"], "data=nowhere does not exist; data is one of"),
     ],
 )
