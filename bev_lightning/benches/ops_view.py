@@ -68,8 +68,8 @@ def measure_bev_pool(
     }
     leaves = [depth, features]
     return [
-        *_measure("BEV pooling, fixed rig", fixed, leaves, grad, repeats, counted),
-        *_measure("BEV pooling, new calibration", fresh, leaves, grad, repeats, counted),
+        *measure_backward("BEV pooling, fixed rig", fixed, leaves, grad, repeats, counted),
+        *measure_backward("BEV pooling, new calibration", fresh, leaves, grad, repeats, counted),
     ]
 
 
@@ -90,7 +90,7 @@ def measure_deform_attention(
             weights = torch.rand(1, side * side, 8, 1, 4).softmax(-1).requires_grad_()
             grad = torch.randn(1, side * side, 256)
         leaves = [value, locations, weights]
-        rows += _measure(
+        rows += measure_backward(
             f"deformable attention, {side} x {side} queries",
             {
                 "grid_sample as published": partial(
@@ -132,7 +132,7 @@ def _measure_spatial(device: torch.device, side: int, repeats: int) -> list[Row]
         **_attentions(shapes, leaves, anchors, seen),
     }
     num_read = int(seen.sum()) * weights[0, 0].numel()
-    return _measure(
+    return measure_backward(
         f"deformable attention, {side} x {side} queries to 6 images",
         functions,
         leaves,
@@ -191,7 +191,7 @@ def _count(leaves: Sequence[Tensor], grad: Tensor, num_read: int) -> dict[str, f
     return {"least_mib": 4.0 * numbers / 2**20, "gflop": 6e-9 * 4 * num_read * 32}
 
 
-def _measure(
+def measure_backward(
     group: str,
     functions: Mapping[str, Step],
     leaves: Sequence[Tensor],

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _compare(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared by time must agree in result and gradients first."""
-    measure = ops_view._measure
+    measure = ops_view.measure_backward
 
     def check(group, functions, leaves, grad, repeats, counted) -> list[Row]:
         results = []
@@ -23,7 +23,7 @@ def _compare(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(other, results[0], atol=1e-2, rtol=1e-2)
         return measure(group, functions, leaves, grad, repeats, counted)
 
-    monkeypatch.setattr(ops_view, "_measure", check)
+    monkeypatch.setattr(ops_view, "measure_backward", check)
 
 
 def test_bev_pool() -> None:
