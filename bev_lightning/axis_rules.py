@@ -55,16 +55,6 @@ def check_precision(cfg: DictConfig, precision: str) -> None:
         )
 
 
-def check_loss_norm(cfg: DictConfig) -> None:
-    """Where the sum over an optimizer step's samples is not to be had."""
-    name = name_strategy(cfg)
-    if get(cfg, "loss_norm") == "effective" and name in ("pipeline", "hybrid"):
-        raise InputError(
-            f"loss_norm=effective does not look into the micro-batches of strategy={name}; use "
-            "loss_norm=batch, or strategy=ddp"
-        )
-
-
 def check_auto_batch(cfg: DictConfig) -> None:
     """Where the search for the largest micro-step cannot run."""
     wanted = get(cfg, "auto_batch")

@@ -11,7 +11,6 @@ from bev_lightning.accelerate.compilation import check_compiler
 from bev_lightning.accelerate.plan import Machine
 from bev_lightning.axis_rules import (
     check_auto_batch,
-    check_loss_norm,
     check_precision,
     check_rate,
 )
@@ -167,7 +166,6 @@ def _check_axes(cfg: DictConfig) -> None:
             f"trainer.precision={precision} is unknown; use precision=auto, 32, 16, bf16 or fp8"
         )
     check_precision(cfg, str(precision))
-    check_loss_norm(cfg)
     check_strategy(cfg)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class HybridStrategy(DDPStrategy):
             assert self._mesh is not None
             self._pipes[key] = Pipe(
                 self._stages,
-                self._module.compute_terms,
+                partial(self._module.compute_terms, num_pieces=self.micro_batches),
                 self.schedule,
                 self.micro_batches,
                 self._mesh.get_group("pipeline"),

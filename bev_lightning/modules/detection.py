@@ -126,9 +126,15 @@ class DetectionModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         return self.report(self.compute_terms(self(batch), batch), batch)
 
-    def compute_terms(self, predictions: Any, batch: Batch) -> dict[str, Tensor]:
-        """The weighted terms of a training step's loss."""
-        return self._losses(predictions, batch, self._counts)
+    def compute_terms(
+        self, predictions: Any, batch: Batch, num_pieces: int = 1
+    ) -> dict[str, Tensor]:
+        """The weighted terms of a training step's loss, or of one of the pieces that its batch is
+        cut into and whose mean is trained."""
+        counts = self._counts
+        if counts is not None:
+            counts = {name: count / num_pieces for name, count in counts.items()}
+        return self._losses(predictions, batch, counts)
 
     def report(self, terms: dict[str, Tensor], batch: Batch) -> dict[str, Any]:
         """Log the terms of a training step; what the step returns."""

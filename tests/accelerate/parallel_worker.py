@@ -105,25 +105,37 @@ class Batches:
 
     def __init__(self, job: dict[str, Any], own: int) -> None:
         self.job, self.own = job, own
+        self.window: list[Batch] = []
 
     def __len__(self) -> int:
         return self.job["steps"] * self.job["accumulation"]
 
     def __iter__(self) -> Any:
         job = self.job
-        for step in range(job.get("begin", 0), len(self)):
-            first = (step * job["replicas"] + self.own) * job["batch"]
-            samples = [make_sample(first + i, job["model"]) for i in range(job["batch"])]
-            yield Batch.stack(samples)
+        for step in range(job.get("begin", 0), len(self), job["accumulation"]):
+            self.window = [self.batch(step + i) for i in range(job["accumulation"])]
+            yield from self.window
+
+    def batch(self, step: int) -> Batch:
+        job = self.job
+        first = (step * job["replicas"] + self.own) * job["batch"]
+        return Batch.stack([make_sample(first + i, job["model"]) for i in range(job["batch"])])
 
 
 class Record(L.Callback):
     """Gradients before clipping and the loss of every micro-step; a checkpoint half way."""
 
-    def __init__(self, save: str | None) -> None:
-        self.save = save
+    def __init__(self, save: str | None, begin: int) -> None:
+        self.save, self.begin = save, begin
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.losses: list[float] = []
+
+    def on_load_checkpoint(self, trainer, module, checkpoint) -> None:
+        """Count in this run's micro-steps, as the data module does where there is one."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for kind in ("total", "current"):
+            difference = self.begin - progress[kind]["ready"]
+            progress[kind] = {name: old + difference for name, old in progress[kind].items()}
 
     def on_before_optimizer_step(self, trainer, module, optimizer) -> None:
         self.gradients.append(
@@ -205,7 +217,7 @@ def run(job: dict[str, Any], rank: int) -> None:
         freeze_norms(module)
     if job["optimizer"] == "sgd":
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.02)
-    record = Record(job.get("save"))
+    record = Record(job.get("save"), job.get("begin", 0))
     trainer = build_trainer(cfg, callbacks=[record], enable_checkpointing=False)
     batches = Batches(job, job["replica"][rank])
     kept = Kept(module)

@@ -66,6 +66,18 @@ def test_every_layout_gives_the_gradients_of_one_process(
 
 
 @slow
+@pytest.mark.parametrize("model", ["bevfusion", "bevformer"])
+def test_the_effective_batch_is_one_batch(model: str, launch, deviation) -> None:
+    effective = ["loss_norm=effective", "trainer.gradient_clip_val=0.5"]
+    whole = launch(model, ["strategy=single", *effective], [0], batch=8, accumulation=1)
+    cut = train(launch, model, (1, 2, 2), "1f1b", words=effective)
+    assert deviation(whole, cut) < 1e-5
+    for strategy in ("ddp", "fsdp"):
+        words = [f"strategy={strategy}", "hardware.devices=2", *effective]
+        assert deviation(whole, launch(model, words, [0, 1], batch=2)) < 1e-5
+
+
+@slow
 def test_checkpoints_are_portable(tmp_path: Path, launch, reference, deviation) -> None:
     path, final = tmp_path / "half.ckpt", reference("bevfusion", 8, "adamw")
     train(launch, "bevfusion", (1, 2, 2), "1f1b", optimizer="adamw", save=str(path))

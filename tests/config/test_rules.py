@@ -117,7 +117,6 @@ def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
             ["hardware=1x4090", "strategy=fsdp", "precision=fp8"],
             "strategy=fsdp does not know the layers",
         ),
-        (["loss_norm=effective", "hardware=4x4090", "strategy=pipeline"], "does not look into the"),
         (["strategy=fsdp", "callbacks=ema"], "callbacks=ema averages whole weights"),
         (["trainer.accumulate_grad_batches=0"], "must be a whole number of at least 1"),
         (["seed=4294967296"], "seed=4294967296 must be below 2^32"),
