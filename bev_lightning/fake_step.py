@@ -149,7 +149,7 @@ def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
     outside = size * NUM_VOXELS[-1]
     coords = torch.empty(outside, 4, dtype=torch.int64)
     return EncoderPlan(
-        tuple(stages), rulebook(3, outside, outside), coords, encoder.out_shape, size
+        tuple(stages), rulebook(3, outside, size * NUM_VOXELS[-2]), coords, encoder.out_shape, size
     )
 
 

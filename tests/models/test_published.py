@@ -8,7 +8,6 @@ and which share of a mask is true.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bev_lightning.accelerate.plan import Machine
 from bev_lightning.config import check, load, resolve
+from bev_lightning.fake_step import StatedCounts, StatedVoxels, blank_batch, tensors_of
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
-from bev_lightning.models.sparse_encoder import EncoderPlan, SparseEncoder, StagePlan
-from bev_lightning.ops.sparse_conv import Rulebook
 from bev_lightning.resolution import plan_batch
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Points, Radar
 
@@ -34,61 +31,6 @@ MODELS = sorted(
     path.stem for path in (ROOT / "conf/model").glob("*.yaml") if not path.stem.startswith("_")
 )
 FULL_SIZE = [name for name in MODELS if not name.endswith("_toy")]
-
-# Voxels of a sample behind each stage, and behind the encoder: those of a sample with ten sweeps.
-NUM_VOXELS = (120_000, 90_000, 60_000, 30_000, 20_000)
-SHARE_TRUE = 0.25
-
-
-class StatedCounts(TorchDispatchMode):
-    """Answers what depends on values: a quarter of every mask is true."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.nonzero.default:
-            rows = max(1, int(args[0].numel() * SHARE_TRUE))
-            return torch.empty(rows, args[0].dim(), dtype=torch.int64)
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return False  # trunc_normal_ asks whether it must draw again
-        if func is torch.ops.aten.bincount.default:
-            return torch.empty(args[2], dtype=torch.int64)
-        return func(*args, **(kwargs or {}))
-
-
-class StatedVoxels(nn.Module):
-    """The lidar branch with voxels of a stated number instead of a voxeliser's."""
-
-    def __init__(self, encoder: SparseEncoder) -> None:
-        super().__init__()
-        self.encoder = encoder
-
-    def forward(self, points: Points) -> Tensor:
-        size = points.count.shape[0]
-        plan = state_plan(self.encoder, size)
-        return self.encoder(torch.empty(size * NUM_VOXELS[0], 5), plan)
-
-
-def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
-    def rulebook(num_offsets: int, *counts: int) -> Rulebook:
-        tables = (torch.empty(num_offsets, count, dtype=torch.int32) for count in counts)
-        return Rulebook(*tables)
-
-    stages = []
-    for number in range(len(encoder.encoder_layers)):
-        inside, outside = size * NUM_VOXELS[number], size * NUM_VOXELS[number + 1]
-        last = number == len(encoder.encoder_layers) - 1
-        stages.append(
-            StagePlan(
-                rulebook(27, inside),
-                None if last else rulebook(27, outside, inside),
-                torch.empty(outside, 4, dtype=torch.int64),
-                encoder.shape,
-            )
-        )
-    outside = size * NUM_VOXELS[-1]
-    coords = torch.empty(outside, 4, dtype=torch.int64)
-    return EncoderPlan(
-        tuple(stages), rulebook(3, outside, outside), coords, encoder.out_shape, size
-    )
 
 
 def make_network(name: str) -> tuple[nn.Module, Any]:
@@ -99,56 +41,20 @@ def make_network(name: str) -> tuple[nn.Module, Any]:
     )
 
 
-def make_batch(inputs: Any, size: int = 1) -> Batch:
-    cameras = points = radar = None
-    if inputs.camera is not None:
-        num = len(inputs.camera.channels)
-        images = torch.empty(size, num, 3, *inputs.camera.size)
-        cameras = Cameras(images, torch.empty(size, num, 4, 4))
-    if inputs.lidar is not None:
-        features = torch.empty(size, inputs.lidar.max_points, 5)
-        points = Points(features, torch.empty(size, dtype=torch.int64))
-    if inputs.radar is not None:
-        features = torch.empty(size, inputs.radar.max_points, 8)
-        radar = Radar(features, torch.empty(size, dtype=torch.int64))
-    pose = torch.empty(size, 4, 4, dtype=torch.float64)
-    return Batch(
-        ("sample",) * size,
-        ("scene",) * size,
-        torch.empty(size, dtype=torch.int64),
-        pose,
-        pose,
-        torch.empty(size, 4, 4),
-        torch.empty(size, dtype=torch.bool),
-        cameras,
-        points,
-        radar,
-        can_bus=torch.empty(size, 18),
-    )
-
-
-def outputs(predictions: Any) -> Iterator[Tensor]:
-    if isinstance(predictions, Tensor):
-        yield predictions
-    elif dataclasses.is_dataclass(predictions):
-        for field in dataclasses.fields(predictions):
-            yield from outputs(getattr(predictions, field.name))
-
-
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_full_size_runs_forward_and_backward(name: str) -> None:
     with FakeTensorMode(), StatedCounts():
         network, inputs = make_network(name)
         if getattr(network, "lidar", None) is not None:
-            network.lidar = StatedVoxels(network.lidar.encoder)
-        batch = make_batch(inputs)
+            network.lidar.forward = StatedVoxels(network.lidar.encoder)
+        batch = blank_batch(inputs, 1)
         if isinstance(network, BEVFormer):
             encoder = network.encoder
             bev = torch.empty(1, encoder.channels, *encoder.grid.shape)
             predictions = network(batch, PreviousBev(bev, batch.has_previous))
         else:
             predictions = network(batch)
-        tensors = [value for value in outputs(predictions) if value.requires_grad]
+        tensors = [value for value in tensors_of(predictions) if value.requires_grad]
         torch.stack([value.sum() for value in tensors]).sum().backward()
     if name.startswith("bevfusion"):
         assert predictions.detections.heatmap.shape == (1, 10, 180, 180)
@@ -286,7 +192,7 @@ def fill(batch: Batch) -> Batch:
 def test_a_toy_takes_a_step_and_detects(name: str) -> None:
     torch.manual_seed(0)
     network, inputs = make_network(name)
-    batch = fill(make_batch(inputs))
+    batch = fill(blank_batch(inputs, 1))
     cfg = load("train", [f"model={name}", "hardware=cpu"])
     objective = instantiate(cfg.model.objective, _convert_="all")
     terms = objective(network(batch), batch.targets)
