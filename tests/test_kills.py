@@ -213,7 +213,13 @@ def assert_same_runs(whole: Path, killed: Path) -> None:
     assert_same(read_log(whole), read_log(killed))
     scores = [json.loads((run / "score.json").read_text()) for run in (whole, killed)]
     for score in scores:
-        for name in ("wall_s", "samples_per_s", "data_wait_share"):
+        for name in (
+            "wall_s",
+            "samples_per_s",
+            "cpu_ms_per_sample",
+            "data_wait_share",
+            "peak_mib",
+        ):
             del score[name]
     assert scores[0] == scores[1] and scores[0]["status"] == "finished"
 
