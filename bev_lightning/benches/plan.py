@@ -1,11 +1,9 @@
 """Is the plan right? A step's memory as told beforehand and as taken."""
 
-import ctypes
 import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -39,12 +37,14 @@ def measure(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], 
 
 def _compare(words: list[str]) -> tuple[float, float, float]:
     """In a process of its own: told, by the allocator, resident [MiB]."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a step on the CPU, whatever else is there
     os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's own talk, read when torch is loaded
     import torch
 
     from bev_lightning.accelerate.plan import detect_machine
     from bev_lightning.assembly import build_module
     from bev_lightning.benches.batches import make_batch
+    from bev_lightning.benches.measure import peak_extra_mib
     from bev_lightning.config import load
     from bev_lightning.fake_step import Case, measure_cases, tensors_of
     from bev_lightning.resolution import resolve
@@ -67,7 +67,9 @@ def _compare(words: list[str]) -> tuple[float, float, float]:
         optimizer.zero_grad(set_to_none=True)
 
     step()  # compiles what is compiled on first use, makes the optimizer's memory
-    return told, _allocator_peak(step), _resident_peak(step)
+    resident = peak_extra_mib(step)
+    assert resident is not None, "resident memory is counted on Linux alone"
+    return told, _allocator_peak(step), resident
 
 
 def _allocator_peak(step: Any) -> float:
@@ -81,16 +83,3 @@ def _allocator_peak(step: Any) -> float:
         now += event.nbytes()
         highest = max(highest, now)
     return highest / _MIB
-
-
-def _resident_peak(step: Any) -> float:
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_mib("VmRSS")
-    step()
-    return _status_mib("VmHWM") - before
-
-
-def _status_mib(key: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024

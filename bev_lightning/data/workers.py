@@ -231,7 +231,7 @@ class Workers:
             assert isinstance(connection, Connection)
             worker = busy[connection]
             try:
-                result = pickle.loads(connection.recv_bytes())
+                result = connection.recv()
             except (EOFError, OSError):
                 self._bury(worker)
                 continue
