@@ -78,6 +78,7 @@ def entry(verb: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], Non
                 _Program(verb, main).run()
             except InputError as error:
                 _refuse(verb, error)
+            cluster.leave(0)
 
         return program
 
@@ -267,6 +268,7 @@ class _Program:
 def _refuse(verb: str, error: InputError) -> NoReturn:
     sys.stdout.flush()
     print(f"bev_lightning.{verb}: {error}", file=sys.stderr, flush=True)
+    cluster.leave(2)
     sys.exit(2)
 
 

@@ -1,5 +1,7 @@
 """What processes find out about their start, and agree on through torchrun's store."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,32 @@ def test_the_shells_variables_win(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment({"TORCH_FR_BUFFER_SIZE": 2000, "TORCH_NCCL_DUMP_ON_TIMEOUT": 1})
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "5"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+END = """
+import atexit, sys
+import torch, torch.distributed as dist
+from bev_lightning.accelerate.cluster import leave
+
+class Late:
+    def __del__(self):
+        print("taken down")
+
+late = Late()
+leave(1)  # nothing to leave
+if sys.argv[1] == "meets":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+atexit.register(print, "exit functions")
+print("done", end=" ")
+leave(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "exit_code", "says"),
+    [("alone", 0, "done exit functions\ntaken down\n"), ("meets", 3, "done exit functions\n")],
+)
+def test_python_is_not_taken_down_under_the_threads_of_a_process_group(way, exit_code, says):
+    program = [sys.executable, "-c", END, way]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (exit_code, says), done.stderr
