@@ -28,6 +28,7 @@ class FiniteLoss(L.Callback):
         self.sample_tokens: tuple[str, ...] = ()
         self.validates = False
         self._pending: tuple[int, tuple[str, ...], tuple[str, ...], Tensor] | None = None
+        self._arrived: torch.cuda.Event | None = None
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -57,12 +58,13 @@ class FiniteLoss(L.Callback):
         finite = torch.isfinite(torch.stack([value.float() for value in terms.values()]))
         flags = finite.to("cpu", non_blocking=True)
         self._pending = (batch_idx, outputs["sample_tokens"], tuple(terms), flags)
-        if finite.device.type == "cpu":
+        if not finite.is_cuda:
             self._check()
+            return
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         self._check()
 
     def _check(self) -> None:
@@ -70,6 +72,9 @@ class FiniteLoss(L.Callback):
             return
         batch_idx, tokens, names, flags = self._pending
         self._pending = None
+        if self._arrived is not None:
+            # Nothing else promises it: a step need not wait for the device anywhere.
+            self._arrived.synchronize()
         broken = [name for name, finite in zip(names, flags.tolist(), strict=True) if not finite]
         if broken:
             raise InputError(

@@ -60,25 +60,27 @@ class TestTimeAugmentation:
 
 def view_batch(batch: Batch, view_from_lidar: Tensor) -> Batch:
     """The same samples in another model frame, without targets and earlier frames; in float32
-    whatever autocast says.
+    whatever autocast and TF32 say.
 
     Args:
         view_from_lidar: ``(4, 4)`` rotation about z, with or without a mirror.
     """
     matrix = view_from_lidar.to(batch.global_from_lidar.device)
-    inverse = torch.linalg.inv(matrix)
+    # Products of matrices in float64, of points as sums of columns: neither rounds them.
+    wide = matrix.double()
+    inverse = torch.linalg.inv(wide)
     cameras, points, radar = batch.cameras, batch.points, batch.radar
-    with torch.autocast(matrix.device.type, enabled=False):
-        previous = matrix @ batch.lidar_from_previous_lidar @ inverse
-        if cameras is not None:
-            cameras = Cameras(cameras.images, cameras.image_from_lidar @ inverse)
-        if points is not None:
-            points = Points(_move(points.features, matrix), points.count)
-        if radar is not None:
-            features = _move(radar.features, matrix)
-            velocity = features[..., 4:6] @ matrix[:2, :2].T
-            features = torch.cat([features[..., :4], velocity, features[..., 6:]], dim=-1)
-            radar = Radar(features, radar.count)
+    previous = (wide @ batch.lidar_from_previous_lidar.double() @ inverse).float()
+    if cameras is not None:
+        turned = cameras.image_from_lidar.double() @ inverse
+        cameras = Cameras(cameras.images, turned.float())
+    if points is not None:
+        points = Points(_move(points.features, matrix), points.count)
+    if radar is not None:
+        features = _move(radar.features, matrix)
+        velocity = features[..., 4:5] * matrix[:2, 0] + features[..., 5:6] * matrix[:2, 1]
+        features = torch.cat([features[..., :4], velocity, features[..., 6:]], dim=-1)
+        radar = Radar(features, radar.count)
     return replace(
         batch,
         cameras=cameras,
@@ -86,7 +88,7 @@ def view_batch(batch: Batch, view_from_lidar: Tensor) -> Batch:
         radar=radar,
         targets=None,
         history=(),
-        global_from_lidar=batch.global_from_lidar @ inverse.double(),
+        global_from_lidar=batch.global_from_lidar @ inverse,
         lidar_from_previous_lidar=previous,
     )
 
@@ -98,7 +100,7 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     centre, size and velocity become the means of the neighbourhood weighted by score, its yaw the
     mean of those within 90 degrees of its own. Its score is the mean over the views of the best
     score each has there, 0 for a view that sees nothing: what one view alone sees sinks. In float32
-    whatever autocast says.
+    whatever autocast and TF32 say.
     """
     views = [view.to(dtype=torch.float32) for view in views]
     columns = {
@@ -109,7 +111,12 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     score = columns["score"] * boxes.valid
     radius = (reach * boxes.size[..., :2].mean(-1)).clamp(0.3, 2.0)
     keep = circle_nms(boxes.centre[..., :2], score, radius, boxes.label, boxes.valid)
-    distance = torch.cdist(boxes.centre[..., :2], boxes.centre[..., :2])
+    # By differences: squares and a product lose decimetres of a distance 50 m from the origin.
+    distance = torch.cdist(
+        boxes.centre[..., :2],
+        boxes.centre[..., :2],
+        compute_mode="donot_use_mm_for_euclid_dist",
+    )
     near = (distance <= radius.unsqueeze(-1)) & (
         boxes.label.unsqueeze(-1) == boxes.label.unsqueeze(-2)
     )
@@ -120,8 +127,8 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     agrees = weight * (turned.abs() <= math.pi / 2)
     turn = (agrees * turned).sum(-1) / agrees.sum(-1).clamp(min=1e-12)
     by_view = weight.unflatten(-1, (len(views), -1)).amax(-1)
-    with torch.autocast(weight.device.type, enabled=False):
-        mean = weight @ torch.cat([boxes.centre, boxes.size, boxes.velocity], dim=-1) / total
+    numbers = torch.cat([boxes.centre, boxes.size, boxes.velocity], dim=-1)
+    mean = (weight.double() @ numbers.double()).float() / total
     return Boxes3D(
         centre=mean[..., :3],
         size=mean[..., 3:6],

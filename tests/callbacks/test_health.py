@@ -4,6 +4,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bev_lightning.callbacks.health import (
     FiniteLoss,
@@ -39,6 +40,24 @@ def test_names_the_term_the_step_and_the_samples(value: float):
         InputError, match=r"loss box is not finite at micro-step 1 \(samples token-1\)"
     ):
         step(callback, 1, heatmap=1.0, box=value)
+
+
+def test_what_a_gpu_says_is_read_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = Mock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    callback = FiniteLoss()
+    with FakeTensorMode():
+        terms = {"box": torch.ones((), device="cuda")}
+        outputs = {"terms": terms, "sample_tokens": ("token-0",)}
+        callback.on_train_batch_end(None, None, outputs, None, 0)
+    event.record.assert_called_once_with()
+    event.synchronize.assert_not_called()
+    assert callback._pending is not None
+    flags = torch.tensor([True])  # memory that nothing has been copied to yet
+    event.synchronize.side_effect = lambda: flags.fill_(False)
+    callback._pending = (*callback._pending[:3], flags)
+    with pytest.raises(InputError, match="loss box is not finite at micro-step 0"):
+        callback.on_train_end(None, None)
 
 
 @pytest.mark.parametrize("differ", [0, 2])

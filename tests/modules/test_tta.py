@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bev_lightning.errors import InputError
 from bev_lightning.modules.detection import DetectionModule
@@ -101,6 +102,35 @@ def test_a_perfect_detector_stays_perfect() -> None:
     )
     torch.testing.assert_close(merged.score, plain.score[0])
     torch.testing.assert_close(merged.size, plain.size[0])
+
+
+class Products(TorchDispatchMode):
+    """The types of what matrix products multiply: TF32 rounds those of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm"):
+            self.dtypes |= {value.dtype for value in args if isinstance(value, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def test_tf32_moves_nothing() -> None:
+    batch = make_batch()
+    boxes = Perfect().decode(batch)
+    many = replace(
+        boxes,
+        **{
+            name: getattr(boxes, name).repeat_interleave(20, dim=1)
+            for name in ("centre", "size", "yaw", "velocity", "label", "valid", "score")
+        },
+    )
+    with Products() as products:
+        view_batch(batch, TestTimeAugmentation(rotate_deg=(30,)).views()[4])
+        merge_views([many, many], reach=0.5)
+    assert products.dtypes == {torch.float64}
 
 
 def test_autocast_moves_nothing() -> None:
