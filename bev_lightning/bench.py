@@ -11,14 +11,15 @@ def main(cfg: DictConfig) -> None:
     directory."""
     from pathlib import Path
 
+    from hydra.core.hydra_config import HydraConfig
     from hydra.utils import instantiate
 
     from bev_lightning.accelerate.plan import detect_machine
     from bev_lightning.benches.report import write_report
 
     machine = detect_machine()
-    # bev_lightning.benches.NAME.FUNCTION(cfg, ...): its rows and what is to be said below them.
-    name = cfg.bench["_target_"].split(".")[-2]
+    name = str(HydraConfig.get().runtime.choices["bench"])
+    # FUNCTION(cfg, ...): its rows and what is to be said below them.
     rows, notes = instantiate(cfg.bench, _partial_=True)(cfg)
     print(f"bench={name} on {machine}\n")
     print(write_report(Path(cfg.paths.run), name, machine.to_dict(), rows, notes))

@@ -49,7 +49,9 @@ def main(cfg: DictConfig) -> float | None:
         else:
             load_backbones(module)
         if cfg.init_from is not None:
-            _report(load_matching_weights(module, cfg.init_from), cfg.init_from)
+            names = load_matching_weights(module, cfg.init_from)
+            if first:
+                _report(names, cfg.init_from)
         prepare_execution(module, cfg)
         if first:
             optim = cfg.optim
@@ -138,9 +140,7 @@ def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str
     return {
         **scores,
         "steps": trainer.global_step if trainer else 0,
-        "samples_per_s": round(speed.samples_per_s * _num_columns(trainer), 2)
-        if trainer and speed
-        else None,
+        "samples_per_s": round(speed.samples_per_s, 2) if speed else None,
         "cpu_ms_per_sample": round(speed.cpu_ms_per_sample, 2) if speed else None,
         "data_wait_share": round(speed.data_wait_share, 3) if speed else None,
         "peak_mib": None if peak is None else round(peak),
@@ -151,12 +151,6 @@ def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str
         "fp8_flop_share": getattr(plugin, "flop_share", None),
         "status": status,
     }
-
-
-def _num_columns(trainer: "L.Trainer") -> int:
-    """Processes, or groups of them, that read samples of their own."""
-    told = trainer.distributed_sampler_kwargs
-    return int(told["num_replicas"]) if told else 1
 
 
 def _close_stopped(cfg: DictConfig, trainer: "L.Trainer | None", number: int) -> int:

@@ -144,6 +144,7 @@ def _lean(cfg: DictConfig) -> DictConfig:
     """Without what a step does not need, so that neither it nor its packages are asked for."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     plain["callbacks"], plain["logger"], plain["model"]["evaluator"] = {}, {}, None
+    plain["model"]["loss_norm"] = "batch"  # of one process without accumulation there is no other
     lean = OmegaConf.create(plain)
     assert isinstance(lean, DictConfig)
     return lean

@@ -37,12 +37,13 @@ class SpeedMonitor(L.Callback):
         self._mark = 0.0
         self._cpu_mark = 0.0
         self._waited_before = 0.0
+        self._num_columns = 1
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of this process a second over the whole training but its first step; 0 before
+        """Samples of all processes a second over the whole training but its first step; 0 before
         there is a second one."""
-        return self.samples / self.seconds if self.seconds else 0.0
+        return self.samples / self.seconds * self._num_columns if self.seconds else 0.0
 
     @property
     def cpu_ms_per_sample(self) -> float:
@@ -59,6 +60,7 @@ class SpeedMonitor(L.Callback):
         self.samples, self.seconds, self.seconds_waited, self.cpu_seconds = 0, 0.0, 0.0, 0.0
         self._logged = (0, 0.0, 0.0)
         self._mark = 0.0
+        self._num_columns = count_columns(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Validation inside training is nobody's step. Before the first step no clock runs.
@@ -105,7 +107,7 @@ class SpeedMonitor(L.Callback):
         for optimizer in trainer.optimizers[:1]:
             values["train/lr"] = optimizer.param_groups[0]["lr"]
         if seconds > 0:
-            values["speed/samples_per_s"] = samples / seconds * trainer.world_size
+            values["speed/samples_per_s"] = samples / seconds * self._num_columns
             values["speed/data_wait_share"] = min(waited / seconds, 1.0)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -117,6 +119,12 @@ class SpeedMonitor(L.Callback):
         if pl_module.device.type == "cuda":
             values["gpu/memory_gib"] = torch.cuda.max_memory_allocated(pl_module.device) / GIB
         pl_module.log_dict(values, batch_size=1)
+
+
+def count_columns(trainer: L.Trainer) -> int:
+    """Processes, or pipelines of them, that read samples of their own; of a trainer at work."""
+    told = trainer.distributed_sampler_kwargs
+    return int(told["num_replicas"]) if told else 1
 
 
 def _logs_at(trainer: L.Trainer, step: int) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from bev_lightning.callbacks.monitor import count_columns
+
 
 class ProgressBar(TQDMProgressBar):
     """A bar of all micro-steps of the run, with the loss and the rate of all processes.
@@ -56,7 +58,7 @@ class ProgressBar(TQDMProgressBar):
         if "train/loss" in trainer.callback_metrics:
             shown["loss"] = f"{float(trainer.callback_metrics['train/loss']):.3f}"
         if self._seconds:
-            shown["samples/s"] = f"{self._samples / self._seconds * trainer.world_size:.1f}"
+            shown["samples/s"] = f"{self._samples / self._seconds * count_columns(trainer):.1f}"
         if "val/NDS" in trainer.callback_metrics:
             shown["NDS"] = f"{float(trainer.callback_metrics['val/NDS']):.3f}"
         return shown

@@ -23,7 +23,7 @@ TINY = [
 
 
 def test_a_step_is_taken_apart(tmp_path: Path) -> None:
-    cfg = resolve(load("bench", TINY), Machine(), tmp_path)
+    cfg = resolve(load("bench", [*TINY, "loss_norm=effective"]), Machine(), tmp_path)
     rows, notes = measure_step(cfg, repeats=1, source="noise", num_boxes=5)
     assert [(row.group, row.name) for row in rows] == [
         (group, name) for group in ("step", "head", "lidar") for name in ("reference", "fast")
