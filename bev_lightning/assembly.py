@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from bev_lightning.accelerate.cluster import find_launcher
+from bev_lightning.accelerate.cluster import find_launcher, is_child
 from bev_lightning.accelerate.plan import choose_num_threads, detect_machine
 from bev_lightning.errors import InputError
 from bev_lightning.resolution import plan_batch
@@ -146,17 +147,20 @@ def _set_precision(options: DictConfig, arguments: dict[str, Any]) -> None:
 
 def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
     """Fill the module with the weights of a checkpoint, or of a file that ``convert`` wrote, of the
-    same model.
+    same model; say loudly where it reads another number of sweeps than they were trained with.
 
     Raises:
         InputError: the file is no checkpoint, or its weights are of another model; names what
             differs.
     """
+    from bev_lightning.models.weight_file import read_state
+
     stored = read_state(checkpoint)
     _refuse_other_model(
         module, stored, checkpoint, "give the model= and the overrides it was trained with"
     )
     module.load_state_dict(stored)
+    _warn_of_other_sweeps(module, checkpoint)
 
 
 def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
@@ -166,13 +170,13 @@ def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
         InputError: the file is no checkpoint of a run, or of a run of another model; names what
             differs.
     """
-    import torch
+    from bev_lightning.models.weight_file import read_state
 
     stored = read_state(checkpoint)
     mend = f"use init_from={checkpoint} to start a new training from the weights that fit"
     content = {}
     if Path(checkpoint).suffix != ".safetensors":
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        content = _open(checkpoint)
     lacks = [name for name in ("optimizer_states", "lr_schedulers", "loops") if name not in content]
     if lacks:
         raise InputError(
@@ -208,6 +212,8 @@ def load_matching_weights(
     Returns:
         names ``loaded``, ``reshaped`` and ``missing`` (left fresh), ``unexpected`` (not used).
     """
+    from bev_lightning.models.weight_file import read_state
+
     stored, own = read_state(checkpoint), module.state_dict()
     fits = {
         name: value
@@ -227,83 +233,38 @@ def load_matching_weights(
     }
 
 
-def read_state(checkpoint: str | Path) -> dict[str, Any]:
-    """The state dict of a file of weights, on the CPU. Executes nothing that the file holds.
-
-    Args:
-        checkpoint: a checkpoint of a run, a published one (a state dict, or one under
-            ``state_dict`` or ``model``), or a .safetensors file.
-
-    Raises:
-        InputError: there is no such file, it holds no weights, or it holds code.
-    """
-    import pickle
-
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        if Path(checkpoint).suffix == ".safetensors":
-            return load_file(checkpoint)
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        for key in ("state_dict", "model"):
-            if isinstance(content.get(key), Mapping):
-                content = content[key]
-        state = {name: value for name, value in content.items() if torch.is_tensor(value)}
-    except FileNotFoundError:
-        raise InputError(
-            f"there is no checkpoint {checkpoint}; give the path of a .ckpt file"
-        ) from None
-    except (
-        pickle.UnpicklingError,
-        SafetensorError,
-        RuntimeError,
-        EOFError,
-        AttributeError,
-        KeyError,
-        TypeError,
-    ) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "Unsupported global" in str(error):
-            raise InputError(_explain_code(checkpoint, str(error))) from None
-        raise InputError(
-            f"{checkpoint} is no checkpoint of bev_lightning ({reason}); give a .ckpt file of a run"
-        ) from None
-    if not state:
-        raise InputError(f"{checkpoint} holds no weights; give a .ckpt file of a run")
-    return state
-
-
 def read_trained_inputs(checkpoint: str | Path) -> dict[str, Any]:
     """``model.inputs`` that a file's weights were trained with; empty where it does not say."""
-    import torch
     from safetensors import safe_open
 
     if Path(checkpoint).suffix == ".safetensors":
         with safe_open(checkpoint, "pt") as file:
             told: str | None = (file.metadata() or {}).get("inputs")
         return json.loads(told) if told else {}
-    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    config = content.get("bev_lightning", {}).get("config", {})
+    config = _open(checkpoint).get("bev_lightning", {}).get("config", {})
     inputs: dict[str, Any] = config.get("model", {}).get("inputs", {})
     return inputs
 
 
 def read_steps(checkpoint: str | Path) -> int | None:
     """Optimizer steps that a checkpoint was trained for; None where the file does not say."""
-    import torch
-
     if Path(checkpoint).suffix == ".safetensors":
         return None
-    content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-    steps = content.get("global_step")
+    steps = _open(checkpoint).get("global_step")
     return None if steps is None else int(steps)
 
 
-def warn_of_other_sweeps(module: "DetectionModule", checkpoint: str | Path) -> None:
-    """Say loudly where the module reads another number of sweeps than its weights were trained
-    with."""
+def _open(checkpoint: str | Path) -> dict[str, Any]:
+    """What a file of torch's holds; its tensors stay on the disk where its format allows that."""
+    import torch
+
+    content: dict[str, Any] = torch.load(
+        checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint)
+    )
+    return content
+
+
+def _warn_of_other_sweeps(module: "DetectionModule", checkpoint: str | Path) -> None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
     trained = read_trained_inputs(checkpoint)
@@ -326,23 +287,8 @@ def load_backbones(module: "DetectionModule") -> None:
         if source is not None:
             fresh = load_backbone(part, source)
             left = f"; left fresh: {', '.join(fresh)}" if fresh else ""
-            print(f"{name}: weights of {source}{left}")
-
-
-def _explain_code(checkpoint: str | Path, reason: str) -> str:
-    found = re.search(r"GLOBAL ([\w.]+)", reason)
-    return (
-        f"{checkpoint} holds objects of the class {found[1] if found else 'unknown'}, which only "
-        "the code that made it can read, and reading them may execute anything; "
-        "where you trust the file and have that code, run python -c "
-        "\"import torch; c = torch.load('FILE', map_location='cpu', weights_only=False); "
-        "torch.save({'state_dict': c['state_dict']}, 'weights.pth')\" and give weights.pth"
-    )
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a result of the run, readable for people and programs."""
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+            if not is_child():
+                print(f"{name}: weights of {source}{left}")
 
 
 def _instantiate(node: DictConfig) -> Any:

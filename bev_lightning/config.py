@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +41,16 @@ from bev_lightning.resolution import plan_batch, resolve
 from bev_lightning.resumption import settle_resume
 from bev_lightning.rules import check, check_machine
 
-__all__ = ["check", "check_machine", "config_dir", "entry", "load", "quote_choices", "resolve"]
+__all__ = [
+    "check",
+    "check_machine",
+    "config_dir",
+    "entry",
+    "load",
+    "quote_choices",
+    "resolve",
+    "write_json",
+]
 
 _PACKAGES = ("torch", "lightning", "hydra-core", "nvidia-dali-cuda130", "nuscenes-devkit", "numpy")
 
@@ -231,7 +240,7 @@ class _Program:
             "wall_s": round(time.perf_counter() - start, 1),
         }
         run_dir.mkdir(parents=True, exist_ok=True)
-        _write_json(run_dir / "job.json", row)
+        write_json(run_dir / "job.json", row)
         return float("nan") if nds is None else nds
 
     def _close(self) -> None:
@@ -252,7 +261,7 @@ class _Program:
     def _close_sweep(self, sweep_dir: Path) -> None:
         rows = [json.loads(path.read_text()) for path in sweep_dir.glob("*/job.json")]
         rows.sort(key=lambda row: (len(row["dir"]), row["dir"]))
-        _write_json(sweep_dir / "sweep.json", {"verb": self.verb, "jobs": rows})
+        write_json(sweep_dir / "sweep.json", {"verb": self.verb, "jobs": rows})
         for row in rows:
             nds = "-" if row["NDS"] is None else f"{row['NDS']:.3f}"
             state = "" if row["exit_code"] == 0 else f"  FAILED with exit code {row['exit_code']}"
@@ -291,7 +300,7 @@ def _describe(
         }
     OmegaConf.save(cfg, run_dir / "config.yaml")
     OmegaConf.save(resolved, run_dir / "resolved.yaml")
-    _write_json(
+    write_json(
         run_dir / "run.json",
         {
             "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
@@ -340,5 +349,6 @@ def _read_nds(run_dir: Path) -> float | None:
         return None
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a result of the run, readable for people and programs."""
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")

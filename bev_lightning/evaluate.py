@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry
+from bev_lightning.config import entry, write_json
 
 
 @entry("evaluate")
@@ -23,8 +23,6 @@ def main(cfg: DictConfig) -> float | None:
         load_weights,
         prepare_execution,
         read_steps,
-        warn_of_other_sweeps,
-        write_json,
     )
     from bev_lightning.objectives.submission import read_submission, write_submission
 
@@ -40,7 +38,6 @@ def main(cfg: DictConfig) -> float | None:
         module = build_module(cfg)
         load_weights(module, cfg.ckpt)
         prepare_execution(module, cfg)
-        warn_of_other_sweeps(module, cfg.ckpt)
         trainer = build_trainer(cfg)
         trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
         if not trainer.is_global_zero or module.scores is None:

@@ -2,20 +2,19 @@
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry
+from bev_lightning.config import entry, write_json
 
 
 @entry("plan")
 def main(cfg: DictConfig) -> None:
     """Print the plan and leave plan.json in the run directory. Any verdict is a success."""
-    import json
     from pathlib import Path
 
     from bev_lightning.forecast import make_plan
 
     plan = make_plan(cfg)
     print(plan.to_text())
-    (Path(cfg.paths.run) / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+    write_json(Path(cfg.paths.run) / "plan.json", plan.to_json())
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ again, it goes on where it was.
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry
+from bev_lightning.config import entry, write_json
 
 
 @entry("prepare")
 def main(cfg: DictConfig) -> None:
     """Make the data set (``data=synthetic``) and its index, print the report and write
     prepare.json."""
-    import json
     import time
     from pathlib import Path
 
@@ -49,8 +48,7 @@ def main(cfg: DictConfig) -> None:
             "sweeps": objects.sweeps,
             "num": counts,
         }
-    path = Path(cfg.paths.run) / "prepare.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(Path(cfg.paths.run) / "prepare.json", result)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry
+from bev_lightning.config import entry, write_json
 
 if TYPE_CHECKING:
     import lightning as L
@@ -30,7 +30,6 @@ def main(cfg: DictConfig) -> float | None:
         load_backbones,
         load_matching_weights,
         prepare_execution,
-        write_json,
     )
     from bev_lightning.callbacks.health import is_out_of_memory
     from bev_lightning.callbacks.stop import Stopped
@@ -160,7 +159,6 @@ def _close_stopped(cfg: DictConfig, trainer: "L.Trainer | None", number: int) ->
     from pathlib import Path
 
     from bev_lightning.accelerate.cluster import find_launcher, is_child, requeue
-    from bev_lightning.assembly import write_json
 
     name = signal.Signals(number).name
     if is_child():

@@ -17,13 +17,12 @@ from bev_lightning.assembly import (
     build_module,
     load_matching_weights,
     load_weights,
-    read_state,
     read_trained_inputs,
-    warn_of_other_sweeps,
 )
 from bev_lightning.composition import compose_job, read_overrides
 from bev_lightning.config import load
 from bev_lightning.errors import InputError
+from bev_lightning.models.weight_file import read_state
 
 SMALL = [
     "hardware=cpu",
@@ -119,10 +118,9 @@ def test_there_and_back(run: Convert, own: dict[str, Tensor], tmp_path: Path) ->
     load_weights(module, path)
     assert module.state_dict()["network.fuser.0.weight"].equal(own["network.fuser.0.weight"])
     assert read_trained_inputs(path)["lidar"]["sweeps"] == 9
-    warn_of_other_sweeps(module, path)
     fewer = load("evaluate", [f"ckpt={path}", "hardware=cpu", "model.inputs.lidar.sweeps=3"])
     with pytest.warns(UserWarning, match="trained with model.inputs.lidar.sweeps=9 but read 3"):
-        warn_of_other_sweeps(build_module(fewer), path)
+        load_weights(build_module(fewer), path)
 
 
 def test_a_missing_weight_is_refused_and_named(
@@ -185,7 +183,10 @@ def test_read_state_takes_every_kind_of_file(tmp_path: Path) -> None:
     torch.save(weights, tmp_path / "flat.pth")
     torch.save({"model": weights, "epoch": 3}, tmp_path / "model.pth")
     torch.save({"state_dict": weights, "meta": {"epoch": 3, "config": "text"}}, tmp_path / "s.pth")
-    for name in ("a.safetensors", "flat.pth", "model.pth", "s.pth"):
+    old = tmp_path / "old.pth"
+    torch.save(weights, old, _use_new_zipfile_serialization=False)
+    assert read_trained_inputs(old) == {}
+    for name in ("a.safetensors", "flat.pth", "model.pth", "s.pth", "old.pth"):
         state = read_state(tmp_path / name)
         assert list(state) == ["a"] and state["a"].equal(weights["a"])
     (tmp_path / "text.ckpt").write_text("hello")

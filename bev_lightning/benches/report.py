@@ -1,11 +1,12 @@
 """The table that every bench leaves: bench.json, bench.md and bench.png."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from bev_lightning.config import write_json
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def write_report(
         "rows": [row.to_json() for row in rows],
         "notes": list(notes),
     }
-    (folder / "bench.json").write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_json(folder / "bench.json", content)
     text = "\n".join([_to_markdown(rows), *(f"\n{note}" for note in notes)]) + "\n"
     (folder / "bench.md").write_text(text)
     _draw(folder / "bench.png", bench, rows)

@@ -1,18 +1,16 @@
 """Backbones that start from published image models."""
 
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.checkpoints import official_image_keys
 from bev_lightning.models.image import ResNet
 from bev_lightning.models.swin import Swin
+from bev_lightning.models.weight_file import read_state
 
 _TIMM_SWIN = (
     (r"^patch_embed\.proj\.", "patch_embed."),
@@ -66,19 +64,8 @@ def load_backbone(backbone: nn.Module, source: str) -> list[str]:
 
 
 def _read(source: str) -> dict[str, Tensor]:
-    if Path(source).suffix == ".safetensors" and Path(source).is_file():
-        return load_file(source)
     if Path(source).is_file():
-        try:
-            content = torch.load(source, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-            raise InputError(
-                f"pretrained={source} cannot be read as weights alone "
-                f"({str(error).splitlines()[0]}); save its state dict anew with torch.save"
-            ) from None
-        for key in ("state_dict", "model"):
-            content = content.get(key, content)
-        return {name: value for name, value in content.items() if torch.is_tensor(value)}
+        return read_state(source)
     from torchvision.models import get_weight
 
     try:

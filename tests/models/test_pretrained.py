@@ -104,3 +104,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_backbone(ResNet(18, 8), "ResNet19_Weights.IMAGENET1K_V1")
     with pytest.raises(InputError, match="Linear takes no pretrained weights"):
         load_backbone(torch.nn.Linear(1, 1), str(tmp_path / "thin.pth"))
+    for name in ("cut.safetensors", "cut.pth"):
+        (tmp_path / name).write_text("hello")
+        with pytest.raises(InputError, match=f"{name} is no checkpoint that can be read"):
+            load_backbone(ResNet(18, 8), str(tmp_path / name))
