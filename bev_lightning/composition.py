@@ -254,7 +254,10 @@ def _explain(error: Exception, verb: str, words: list[str]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         choices = sorted(option for option in error.options if not option.startswith("_"))
-        return f"{group}={choice} does not exist; {group} is one of {', '.join(choices)}"
+        said = f"{group}={choice} does not exist; {group} is one of {', '.join(choices)}"
+        if group == "accumulation":
+            said += "; any other number is trainer.accumulate_grad_batches=N"
+        return said
     groups = [group for group in loader.list_groups("") if group != "hydra"]
     plain = f"the configuration does not compose: {' '.join(str(error).split())}"
     try:

@@ -141,6 +141,7 @@ class _Program:
                 self._admit(job)
             self.is_sweep = True
             self.results = Path(str(OmegaConf.select(jobs[0].cfg, "hydra.sweep.dir"))).resolve()
+            _check_place("hydra.sweep.dir", self.results)
             return [*words, f'hydra.sweep.dir="{self.results}"']
         (job,) = jobs
         place: Path | None = None
@@ -160,6 +161,8 @@ class _Program:
                 print(f"bev_lightning.{self.verb}: {found}", flush=True)
         if not cluster.is_child():
             self._admit(job)
+            run_dir = place or Path(str(OmegaConf.select(job.cfg, "hydra.run.dir")))
+            _check_place("hydra.run.dir", run_dir)
         if self.verb == "train" and job.cfg.auto_batch:
             job = self._settle_batch(job, launcher)
         words = job.overrides
@@ -279,6 +282,15 @@ def _refuse(verb: str, error: InputError) -> NoReturn:
     print(f"bev_lightning.{verb}: {error}", file=sys.stderr, flush=True)
     cluster.leave(2)
     sys.exit(2)
+
+
+def _check_place(key: str, path: Path) -> None:
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(
+            f"{key}={path} cannot be made: {there} is no folder that this user may write to; "
+            f"choose another"
+        )
 
 
 def _short(path: Path) -> Path:

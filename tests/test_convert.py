@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,13 @@ def test_a_file_that_holds_code_is_refused_with_the_mend(run: Convert, tmp_path:
     assert code == 2
     assert "holds objects of the class argparse.Namespace" in said
     assert "torch.save({'state_dict': c['state_dict']}, 'weights.pth')" in said
+
+
+def test_a_file_that_holds_a_command_is_refused_without_leave_to_run_it(tmp_path: Path) -> None:
+    (tmp_path / "evil.pth").write_bytes(pickle.dumps(os.system, protocol=2))
+    with pytest.raises(InputError, match=r"holds objects of the class posix\.system") as refusal:
+        read_state(tmp_path / "evil.pth")
+    assert "\n" not in str(refusal.value)
 
 
 def test_read_state_takes_every_kind_of_file(tmp_path: Path) -> None:

@@ -46,11 +46,13 @@ def read_state(checkpoint: str | Path) -> dict[str, Tensor]:
         KeyError,
         TypeError,
     ) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if "Unsupported global" in str(error):
+        # What the unpickler says of a file that is none would help nobody.
+        plain = isinstance(error, (RuntimeError, SafetensorError))
+        reason = f" ({str(error).splitlines()[0]})" if plain and str(error) else ""
+        if "GLOBAL " in str(error):
             raise InputError(_explain_code(checkpoint, str(error))) from None
         raise InputError(
-            f"{checkpoint} is no checkpoint that can be read ({reason}); give a .ckpt, .pth or "
+            f"{checkpoint} is no checkpoint that can be read{reason}; give a .ckpt, .pth or "
             ".safetensors file of weights"
         ) from None
     if not state:

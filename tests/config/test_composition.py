@@ -62,6 +62,7 @@ def test_the_field_command_composes_as_typed() -> None:
             ["precision=8"],
             "precision=8 does not exist; precision is one of 16, 32, auto, bf16, fp8",
         ),
+        (["accumulation=3"], "2, 4, 8; any other number is trainer.accumulate_grad_batches=N"),
         (["ckpt=a=b"], "ckpt=a=b cannot be read as KEY=VALUE"),
         (["precision=32,bf16"], "gives several values; put -m in front of it"),
     ],

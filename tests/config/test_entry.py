@@ -135,6 +135,14 @@ def test_a_run_leaves_its_configuration(
         (["data=nuscenes", "data.root=/nowhere"], "data.root=/nowhere does not exist"),
         (["-m", "hardware=cpu", "precision=32,fp8"], "precision=fp8 needs compute capability 8.9"),
         (["-m", "seed=1,2", "data=nowhere"], "data=nowhere does not exist; data is one of"),
+        (
+            ["hardware=cpu", "hydra.run.dir=verb.py/x"],
+            "hydra.run.dir=verb.py/x cannot be made: ",
+        ),
+        (
+            ["-m", "hardware=cpu", "hydra.sweep.dir=verb.py/x"],
+            "verb.py is no folder that this user may write to",
+        ),
     ],
 )
 def test_refusals_come_before_anything_is_made(
