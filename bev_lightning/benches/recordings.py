@@ -20,10 +20,12 @@ class Recordings:
     Attributes:
         root: folder of the files.
         samples: by token.
+        has_lenses: of the cameras.
     """
 
     root: Path
     samples: dict[str, Sample]
+    has_lenses: bool = False
 
     def sample(self, token: str) -> Sample:
         return self.samples[token]
@@ -95,6 +97,8 @@ def _make_sample(token: str, rows: list[tuple[str, int, str]]) -> Sample:
         poses,
         np.where(is_camera[:, None, None], _INTRINSIC, 0.0),
         np.where(is_camera[:, None], _IMAGE_SIZE, 0),
+        np.zeros(num, np.int64),
+        np.zeros((num, 8)),
     )
     nothing = np.zeros((0, 3))
     boxes = Annotations(

@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bev_lightning.data.records import (
+    check_lens,
     read_numbers,
     read_poses,
     read_table,
     refuse_lookup,
 )
+from bev_lightning.data.schema import LENS_MODELS, MAX_COEFFICIENTS
 from bev_lightning.errors import InputError
 
 _Value = TypeVar("_Value")
@@ -43,10 +45,11 @@ class Catalogue:
         samples: N records of sample.json.
         timestamps: ``(N,)`` int64 [microseconds].
         sample_of_token: numbers; -1 for samples that no scene leads to.
-        calibration_of_token: rows of the next three.
+        calibration_of_token: rows of the next five.
         channel: ``(C,)`` int8, number of the channel that each calibration is of.
         ego_from_sensor: ``(C, 7)``.
         intrinsic: ``(C, 9)``, zero for other sensors than cameras.
+        lens, distortion: ``(C,)`` int8 and ``(C, 8)``, as of :class:`Readings`.
         channels: names in alphabetical order.
         is_camera: ``(len(channels),)``.
         category_of_instance, attribute_of_token: numbers by token.
@@ -61,6 +64,8 @@ class Catalogue:
     channel: np.ndarray
     ego_from_sensor: np.ndarray
     intrinsic: np.ndarray
+    lens: np.ndarray
+    distortion: np.ndarray
     channels: tuple[str, ...]
     is_camera: np.ndarray
     category_of_instance: Mapping[str, int]
@@ -88,6 +93,7 @@ def read_catalogue(folder: Path) -> Catalogue:
         for row in calibrations
     ]
     is_camera = np.array([name.startswith("CAM") for name in channels])
+    lens, distortion = _read_lenses(calibrations)
     categories = read_table(folder, "category", ("token", "name"))
     category = {row["token"]: number for number, row in enumerate(categories)}
     attributes = read_table(folder, "attribute", ("token", "name"))
@@ -100,6 +106,8 @@ def read_catalogue(folder: Path) -> Catalogue:
         channel=np.array([channels.index(name) for name in names], np.int8),
         ego_from_sensor=read_poses("calibrated_sensor", calibrations),
         intrinsic=_read_intrinsics(calibrations, [name.startswith("CAM") for name in names]),
+        lens=lens,
+        distortion=distortion,
         channels=channels,
         is_camera=is_camera,
         category_of_instance={
@@ -167,6 +175,25 @@ def _read_intrinsics(calibrations: list[dict[str, Any]], is_camera: list[bool]) 
             )
     intrinsic[rows] = matrices.reshape(-1, 9)
     return intrinsic
+
+
+def _read_lenses(calibrations: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """From the fields ``camera_model`` and, as nuImages calls it, ``camera_distortion``, which
+    nuScenes' own tables do not have: its images are rectified."""
+    lens = np.zeros(len(calibrations), np.int8)
+    distortion = np.zeros((len(calibrations), MAX_COEFFICIENTS))
+    for row, record in enumerate(calibrations):
+        given = record.get("camera_distortion") or []
+        if not given and not record.get("camera_model"):
+            continue
+        model = record.get("camera_model") or "brown_conrady"
+        where = f"the record {record['token']} of calibrated_sensor.json"
+        check_lens(model, len(given), where)
+        lens[row] = list(LENS_MODELS).index(model)
+        distortion[row, : len(given)] = read_numbers(
+            "calibrated_sensor", [record], "camera_distortion", (len(given),)
+        )
+    return lens, distortion
 
 
 def _look_up(rows: Mapping[str, _Value], token: str, table: str) -> _Value:

@@ -20,6 +20,7 @@ from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.parcels import Parcel, put_together, show_clouds
 from bev_lightning.data.photometric import distort_images
 from bev_lightning.data.reader import read_image
+from bev_lightning.data.straighten import straighten, straighten_on_device
 from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Points, Radar
@@ -141,7 +142,10 @@ class DaliLoader:
                     ahead = range(micro_step, min(stop, micro_step + self.prefetch + 1))
                     _blame_image(source.frames, source.schedule, ahead)
                 parcel = _take(source).parcel
-                pixels = torch.from_dlpack(outputs.as_tensor())  # DALI's own memory
+                if source.frames.straightens:
+                    pixels = _straighten(parcel, outputs)
+                else:
+                    pixels = torch.from_dlpack(outputs.as_tensor())  # DALI's own memory
                 images = normalise(pixels, inputs.camera)
                 images = images.view(*parcel.lengths.shape, *images.shape[1:])
                 for moment, changes in zip(images, parcel.colours, strict=True):
@@ -187,7 +191,8 @@ def build_pipeline(
     num_threads: int,
     prefetch: int,
 ) -> Pipeline:
-    """The graph; its output are images ``(S, H, W, 3)`` uint8.
+    """The graph; its output are images ``(S, H, W, 3)`` uint8, or, where lenses bend them, of
+    their own sizes and still bent.
 
     Args:
         source: gives the inputs.
@@ -206,6 +211,7 @@ def build_pipeline(
     )
     byte, real = types.DALIDataType.UINT8, types.DALIDataType.FLOAT
     kinds = [(byte, 1), (real, 1), (real, 1), (real, 1), (real, 2)]
+    kinds = kinds[: 1 + len(source.plan_fields)]
     with pipeline:
         pixels = fn.external_source(
             source,
@@ -223,11 +229,12 @@ def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device
     """The part of the graph that makes ``(H, W, 3)`` uint8 of an encoded image and its pixel plan.
 
     Args:
-        pixels: nodes of the image's bytes and of the four fields of :class:`PixelPlan`.
+        pixels: nodes of the image's bytes and of the fields of :class:`PixelPlan`; without the
+            last one it ends with the resize.
         camera: size.
         device: where it runs.
     """
-    encoded, start, end, size, warp = pixels
+    encoded, start, end, size, *warp = pixels
     decoder = "mixed" if device.type == "cuda" else "cpu"
     # PIL ignores the orientation that EXIF claims, and so do the calibrations.
     images: Any = fn.decoders.image(
@@ -241,14 +248,30 @@ def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device
         interp_type=types.DALIInterpType.INTERP_CUBIC,
         antialias=True,
     )
+    if not warp:
+        return images
     return fn.experimental.warp_perspective(
         images,
-        matrix=warp,
+        matrix=warp[0],
         size=list(camera.size),
         pixel_origin="center",
         interp_type=types.DALIInterpType.INTERP_LINEAR,
         fill_value=0,
     )
+
+
+def _straighten(parcel: Parcel, outputs: Any) -> Tensor:
+    """``(S, H, W, 3)`` uint8 of images as they were resized. Not DALI's: it has a remap for the GPU
+    only."""
+    mapped = []
+    sources = (source for moment in parcel.sources for sample in moment for source in sample)
+    for place, source in enumerate(sources):
+        image = torch.from_dlpack(outputs[place])
+        if image.is_cuda:
+            mapped.append(straighten_on_device(source, image))
+        else:
+            mapped.append(torch.from_numpy(straighten(source, image.numpy())))
+    return torch.stack(mapped)
 
 
 def _take(source: EncodedSource) -> Delivery:

@@ -17,6 +17,8 @@ import numpy as np
 
 from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.parcels import Arrays, Layout, Parcel, ParcelWriter, explain_death
+from bev_lightning.data.pixel_cache import choose_reduction
+from bev_lightning.data.sources import ImageSource
 from bev_lightning.data.stream import Places
 from bev_lightning.data.workers import SlotPool, WorkerDiedError, Workers
 from bev_lightning.errors import InputError
@@ -97,7 +99,7 @@ class EncodedSource:
         self._fed: int | None = None
 
     def __call__(self) -> tuple[list[np.ndarray], ...]:
-        """Images and the four fields of :class:`PixelPlan`, an array for every image: first those
+        """Images and :attr:`plan_fields`, an array for every image: first those
         of the oldest frames of all samples, last the current frames', within a sample camera by
         camera.
 
@@ -117,7 +119,7 @@ class EncodedSource:
             self.for_images.put(error)
             self.for_clouds.put(error)
             blank = plan_pixels(np.eye(3), (1, 1), (1, 1))
-            return [_BLANK], *([part] for part in vars(blank).values())
+            return [_BLANK], *self._columns([blank])
         self._fed = slot
         self.pool.share(slot)
         delivery = Delivery(slot, parcel, self.layout.show(self.pool.memory(slot)))
@@ -131,18 +133,28 @@ class EncodedSource:
                 assert delivery.arrays.encoded is not None
                 images.append(delivery.arrays.encoded[place][: parcel.lengths[place]])
         plans = [
-            plan_pixels(source.network_from_original, source.original_size, source.size)
+            plan_reduction(source)
+            if self.frames.straightens
+            else plan_pixels(source.network_from_original, source.original_size, source.size)
             for moment in parcel.sources
             for sample in moment
             for source in sample
         ]
-        columns = zip(*(vars(plan).values() for plan in plans), strict=True)
-        return images, *(list(column) for column in columns)
+        return images, *self._columns(plans)
+
+    @property
+    def plan_fields(self) -> tuple[str, ...]:
+        """Of :class:`PixelPlan` that the graph is given; the warp is not DALI's where a lens is."""
+        fields = "region_start", "region_end", "resized"
+        return fields if self.frames.straightens else (*fields, "resized_from_network")
 
     def close(self) -> None:
         """End the workers."""
         self.workers.close()
         self.for_clouds.put(None)
+
+    def _columns(self, plans: list[PixelPlan]) -> list[list[np.ndarray]]:
+        return [[getattr(plan, name) for plan in plans] for name in self.plan_fields]
 
 
 def plan_pixels(
@@ -180,6 +192,15 @@ def plan_pixels(
     resized_from_original[:2, 2] = offset - low
     warp = _shift(-0.5, -0.5) @ resized_from_original @ np.linalg.inv(corner) @ _shift(0.5, 0.5)
     return _plan((low - offset) / scale, (high - offset) / scale, high - low, warp)
+
+
+def plan_reduction(source: ImageSource) -> PixelPlan:
+    """The whole image, by how much it can be reduced; what is left of the map is for the lens."""
+    height, width = source.original_size
+    reduction = choose_reduction(source.scale)
+    whole = np.array([width, height], np.float64)
+    resized = np.array([-(-width // reduction), -(-height // reduction)], np.float64)
+    return _plan(np.zeros(2), whole, resized, np.eye(3))
 
 
 def _room(frames: FrameSource) -> int:

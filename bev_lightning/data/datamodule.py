@@ -17,6 +17,7 @@ from bev_lightning.data.ground_truth_writer import build_ground_truth
 from bev_lightning.data.index import Index, build_index
 from bev_lightning.data.paste import Paste, Paster, check_inputs
 from bev_lightning.data.pixel_cache import CacheKind, open_pixel_cache
+from bev_lightning.data.rig import Rig
 from bev_lightning.data.sample import DETECTION_CLASSES
 from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, SceneSchedule, Schedule
 from bev_lightning.data.synthetic import SyntheticSpec, generate
@@ -62,6 +63,7 @@ class DetectionDataModule(LightningDataModule):
         paste: Paste | None = None,
         cache: CacheKind = "none",
         cache_gib: float = 8.0,
+        sensors: Rig | None = None,
     ) -> None:
         """Keep the settings; nothing is read before :meth:`prepare_data`.
 
@@ -88,6 +90,7 @@ class DetectionDataModule(LightningDataModule):
             paste: objects of other scenes pasted into the training samples of a lidar model; None
                 for none.
             cache, cache_gib: where training keeps decoded images, and how many, per process.
+            sensors: the rig; None for nuScenes' cars.
         """
         super().__init__()
         if on_missing not in ("error", "skip"):
@@ -121,14 +124,13 @@ class DetectionDataModule(LightningDataModule):
         self.batch_size, self.val_batch_size = batch_size, val_batch_size
         self.on_missing = on_missing
         self.classes, self.num_workers = tuple(classes), num_workers
-        self.inputs = inputs
-        self.augment = augment
-        self.loader = loader
+        self.inputs, self.augment, self.loader = inputs, augment, loader
         self.cache_dir, self.seed = cache_dir, seed
         self.synthetic = synthetic
         self.min_points, self.target_range = min_points, target_range
         self.cbgs, self.paste = cbgs, paste
         self.cache, self.cache_gib = cache, cache_gib
+        self.rig = Rig() if sensors is None else sensors
         self.index: Index | None = None
         self.stream: BatchStream | None = None
         self._frames: dict[str, FrameSource] = {}
@@ -151,7 +153,7 @@ class DetectionDataModule(LightningDataModule):
             InputError: the index, a split, a class or a file is not there.
         """
         if self.index is None:
-            self.index = build_index(self.root, self.version, self.cache_dir, self.num_workers)
+            self.index = self._index()
         if stage in (None, "fit") and "train" not in self._frames:
             self._frames["train"] = self._training_source(self.index)
         if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
@@ -167,26 +169,19 @@ class DetectionDataModule(LightningDataModule):
         """
         if self.synthetic is not None:
             generate(Path(self.root), self.synthetic, self.num_workers)
-        return build_index(self.root, self.version, self.cache_dir, self.num_workers, renew)
+        return self._index(renew)
 
     def warn_of_derived_motion(self) -> None:
         """Name the scenes without CAN bus files: for models that read them, after :meth:`setup`."""
         assert self.index is not None
         absent = self.index.scenes_without_can_bus
-        if not absent:
-            return
-        scenes = {self.index.scene(token) for token in self.index.tokens}
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-        which = (
-            "no scene has a CAN bus file"
-            if len(absent) == len(scenes)
-            else f"{len(absent)} of {len(scenes)} scenes have no CAN bus file "
-            f"({', '.join(absent[:3])}{more})"
-        )
-        rank_zero_warn(
-            f"{which}: their ego motion comes from the ego poses; put can_bus/ into {self.root} to "
-            f"read what was measured"
-        )
+        if absent:
+            num = len({self.index.scene(token) for token in self.index.tokens})
+            rank_zero_warn(
+                f"{len(absent)} of {num} scenes have no CAN bus file, for instance {absent[0]}: "
+                f"their ego motion comes from the ego poses; put can_bus/ into {self.root} to read "
+                f"what was measured"
+            )
 
     def open_ground_truth(self, index: Index, renew: bool = False) -> GroundTruthDatabase:
         """What pasting draws from: the objects of the training split, made where it is absent;
@@ -363,6 +358,7 @@ class DetectionDataModule(LightningDataModule):
             min_points=self.min_points,
             target_range=self.target_range,
             paster=paster,
+            rig=self.rig,
         )
         if source.dropped:
             rank_zero_warn(
@@ -372,6 +368,10 @@ class DetectionDataModule(LightningDataModule):
                 f"{next(iter(source.dropped.values()))}"
             )
         return source
+
+    def _index(self, renew: bool = False) -> Index:
+        place = (self.root, self.version, self.cache_dir, self.num_workers)
+        return build_index(*place, renew, self.rig.reference)
 
     def _opened(self, name: str) -> FrameSource:
         if name not in self._frames:

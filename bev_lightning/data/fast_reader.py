@@ -14,10 +14,12 @@ from numba import njit
 from torch import Tensor
 
 from bev_lightning.data.files import is_whole_jpeg, load_lidar_file
-from bev_lightning.data.frame import Frame, ImageSource, LidarSource
+from bev_lightning.data.frame import Frame
 from bev_lightning.data.photometric import ColourChange
 from bev_lightning.data.pixel_cache import PixelCache, choose_reduction
 from bev_lightning.data.reader import read_image, read_points
+from bev_lightning.data.sources import ImageSource, LidarSource
+from bev_lightning.data.straighten import straighten
 from bev_lightning.structures import CameraInput, LidarInput
 
 # PIL ignores the orientation that EXIF claims, and so do the calibrations.
@@ -73,8 +75,7 @@ def read_image_into(
     Raises:
         InputError: the file is absent, cut, no image or of another size than its table says.
     """
-    scale = np.linalg.norm(source.network_from_original[:2, :2], axis=0).max()
-    reduction = 1 if full_decode else choose_reduction(scale)
+    reduction = 1 if full_decode else choose_reduction(source.scale)
     pixels = None if cache is None else cache.find(source.path, reduction)
     if pixels is None:
         stamp = None if cache is None else cache.stamp(source.path)
@@ -86,6 +87,9 @@ def read_image_into(
             return
         if cache is not None and stamp is not None:
             cache.keep(source.path, reduction, stamp, pixels)
+    if source.lens is not None:
+        straighten(source, pixels, out)
+        return
     # Pixel centres lie at integers: reducing acts on u + 0.5.
     reduced_from_original = np.diag([1 / reduction, 1 / reduction, 1.0])
     reduced_from_original[:2, 2] = 0.5 / reduction - 0.5

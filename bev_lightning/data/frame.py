@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -23,8 +22,8 @@ from bev_lightning.data.missing import filter_missing
 from bev_lightning.data.paste import Pasted, Paster, join_boxes
 from bev_lightning.data.photometric import ColourChange, draw_colours
 from bev_lightning.data.pixel_cache import PixelCache
+from bev_lightning.data.rig import Rig
 from bev_lightning.data.sample import (
-    LIDAR,
     Sample,
     boxes_of,
     can_bus_change,
@@ -32,58 +31,8 @@ from bev_lightning.data.sample import (
     global_from_sensor,
     pose_to_transform,
 )
+from bev_lightning.data.sources import ImageSource, LidarSource, RadarSource
 from bev_lightning.structures import Batch, Boxes3D, Inputs
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """One image to read.
-
-    Attributes:
-        path: the JPEG.
-        original_size: height, width the file must have [pixels].
-        size: height, width of the network's image [pixels].
-        network_from_original: ``(3, 3)`` float64 affine map of pixels: resize, crop, flip and
-            rotation in one. Pixel CENTRES lie at integers (OpenCV's convention; DALI puts them at
-            +0.5).
-    """
-
-    path: Path
-    original_size: tuple[int, int]
-    size: tuple[int, int]
-    network_from_original: np.ndarray
-
-
-@dataclass(frozen=True)
-class LidarSource:
-    """One lidar file to read: the key frame's first, then younger to older sweeps.
-
-    Attributes:
-        path: float32 x, y, z [m], intensity, ring.
-        lidar_from_sweep: ``(4, 4)`` float64, ego motion and BEV augmentation included.
-        age: seconds before the key frame, 0 for the key frame itself.
-    """
-
-    path: Path
-    lidar_from_sweep: np.ndarray
-    age: float
-
-
-@dataclass(frozen=True)
-class RadarSource:
-    """One radar file to read: all key frames first, then younger to older sweeps.
-
-    Attributes:
-        path: nuScenes' binary .pcd.
-        lidar_from_radar: ``(4, 4)`` float64, ego motion and BEV augmentation included.
-        age: seconds before the LIDAR_TOP key frame; may be slightly negative.
-        sensor: index of the radar in ``RadarInput.channels``.
-    """
-
-    path: Path
-    lidar_from_radar: np.ndarray
-    age: float
-    sensor: int
 
 
 @dataclass(frozen=True)
@@ -136,6 +85,7 @@ class FrameSource:
         tokens: sample tokens, in order.
         dropped: sentence for each sample left out because files are missing
             (``on_missing="skip"``), by token.
+        straightens: whether images are taken through lenses that bend rays.
         pixel_cache: decoded images, for the loaders that keep them.
     """
 
@@ -152,6 +102,7 @@ class FrameSource:
         min_points: int = 1,
         target_range: Sequence[float] | None = None,
         paster: Paster | None = None,
+        rig: Rig | None = None,
     ) -> None:
         """Look whether every file that the inputs need is there.
 
@@ -169,6 +120,7 @@ class FrameSource:
             target_range: a target's centre must lie in its x and y limits after augmentation; by
                 default the lidar's, else the radar's, else no limit. z is not limited.
             paster: adds objects of other scenes; None for none.
+            rig: whose lenses are told there and not in the tables; None for nuScenes' cars.
 
         Raises:
             InputError: a file is missing and on_missing is "error", or no sample is left.
@@ -182,11 +134,13 @@ class FrameSource:
         self.with_targets = with_targets
         self.min_points = min_points
         self.paster = paster
+        self.rig = Rig() if rig is None else rig
         if target_range is None:
             sensor = inputs.lidar or inputs.radar
             target_range = None if sensor is None else sensor.range
         self.target_range = target_range
         self.tokens, self.dropped = filter_missing(index, tokens, inputs, on_missing)
+        self.straightens = index.has_lenses or bool(self.rig.lenses)
         self._kept = frozenset(self.tokens)
         self.pixel_cache: PixelCache | None = None
 
@@ -283,7 +237,7 @@ class FrameSource:
                 @ global_from_lidar_of(previous)
                 @ np.linalg.inv(augmented_from_lidar)
             )
-        reference = sample.readings.find(LIDAR)[0]
+        reference = sample.find_reference()
         batch = Batch(
             sample_tokens=(sample.token,),
             scene_tokens=(sample.scene_token,),
@@ -314,13 +268,18 @@ class FrameSource:
             return (), None
         readings, sources = sample.readings, []
         rows = [readings.find(channel)[0] for channel in camera.channels]
-        for row, network_from_original in zip(rows, maps, strict=True):
+        intrinsics = readings.intrinsic[rows]
+        for place, (row, network_from_original) in enumerate(zip(rows, maps, strict=True)):
             height, width = readings.size[row].tolist()
             path = self.index.root / readings.path[row]
-            sources.append(ImageSource(path, (height, width), camera.size, network_from_original))
+            lens = self.rig.lens(camera.channels[place], readings, row)
+            if lens is not None:
+                intrinsics[place] = lens.view
+            source = ImageSource(path, (height, width), camera.size, network_from_original, lens)
+            sources.append(source)
         global_from_camera = global_from_sensor(readings, rows)
         image_from_camera = np.tile(np.eye(4), (len(rows), 1, 1))
-        image_from_camera[:, :3, :3] = np.stack(maps) @ readings.intrinsic[rows]
+        image_from_camera[:, :3, :3] = np.stack(maps) @ intrinsics
         camera_from_lidar = np.linalg.inv(lidar_from_global @ global_from_camera)
         return tuple(sources), _tensor(image_from_camera @ camera_from_lidar)
 
@@ -329,7 +288,7 @@ class FrameSource:
         if lidar is None:
             return ()
         readings = sample.readings
-        rows = readings.find(LIDAR)[: lidar.sweeps + 1]
+        rows = readings.find(lidar.channel)[: lidar.sweeps + 1]
         matrices = lidar_from_global @ global_from_sensor(readings, rows)
         now = readings.timestamp[rows[0]]
         return tuple(
@@ -353,7 +312,7 @@ class FrameSource:
         ]
         found.sort()
         matrices = lidar_from_global @ global_from_sensor(readings, [row for *_, row in found])
-        now = readings.timestamp[readings.find(LIDAR)[0]]
+        now = readings.timestamp[sample.find_reference()]
         return tuple(
             RadarSource(
                 self.index.root / readings.path[row],

@@ -22,7 +22,7 @@ from bev_lightning.data.join import Joined, join_poses, join_scenes
 from bev_lightning.data.parts import close_parts, make_parts, open_parts, read_part
 from bev_lightning.data.records import cut_table
 from bev_lightning.data.sample import Annotations, Readings, Sample
-from bev_lightning.data.schema import PARTS, SCHEMA, SCHEMA_VERSION
+from bev_lightning.data.schema import LIDAR, PARTS, SCHEMA, SCHEMA_VERSION
 from bev_lightning.data.tables import FIELDS, name_detections, read_piece, read_splits
 from bev_lightning.errors import InputError
 
@@ -51,8 +51,10 @@ class Index:
         root: the data root that the paths are relative to.
         version: of the tables, e.g. v1.0-mini.
         stamp: changes when what it was made from does.
+        reference: the channel whose frame is the model's, or ``ego``.
         splits: scene names of each split that has scenes here.
         scenes_without_can_bus: names, in the tables' order.
+        has_lenses: whether an image has to be straightened.
         channels, detections: names that numbers in the file stand for: of the sensors, and of each
             category in the detection task.
         tokens: sample tokens, scene by scene, forward in time.
@@ -74,6 +76,8 @@ class Index:
             )
         self.splits = {name: tuple(scenes) for name, scenes in notes["splits"].items()}
         self.scenes_without_can_bus = tuple(notes["scenes_without_can_bus"])
+        self.reference: str = notes["reference"]
+        self.has_lenses: bool = notes["has_lenses"]
         self.channels = tuple(notes["channels"])
         self.detections = tuple(notes["detections"])
         self.num_batches: int = reader.num_record_batches
@@ -110,6 +114,7 @@ class Index:
             ),
             annotations=self._annotations(_take(lists["annotations"], row)),
             can_bus=batch.column("can_bus").values.to_numpy()[18 * row : 18 * row + 18].copy(),
+            reference=self.reference,
         )
 
     def scene(self, token: str) -> str:
@@ -168,6 +173,8 @@ class Index:
             global_from_ego=values["global_from_ego"],
             intrinsic=calibrations["intrinsic"][which].reshape(-1, 3, 3),
             size=values["size"].astype(np.int64),
+            lens=calibrations["lens"][which].astype(np.int64),
+            distortion=calibrations["distortion"][which],
         )
 
     def _annotations(self, values: dict[str, Any]) -> Annotations:
@@ -194,6 +201,7 @@ def build_index(
     cache_dir: Path | str,
     num_workers: int = 0,
     renew: bool = False,
+    reference: str = LIDAR,
 ) -> Index:
     """Open the index of a data root, making it first where it is absent or the tables have changed.
 
@@ -206,6 +214,7 @@ def build_index(
         cache_dir: where indexes live; never inside the root.
         num_workers: processes that read the tables.
         renew: make an index of another schema anew instead of refusing it.
+        reference: the channel whose frame is the model's, or ``ego``.
 
     Raises:
         InputError: the root or the version is not there, the tables are broken, or the index is of
@@ -218,7 +227,7 @@ def build_index(
             f"paths.cache {cache} lies inside data.root {root}: choose a folder outside it"
         )
     path = index_path(root, version, cache)
-    stamp = stamp_tables(root, version, num_workers)
+    stamp = stamp_tables(root, version, num_workers, reference)
     index = _open_current(path, root, stamp, renew)
     if index is not None:
         return index
@@ -226,7 +235,7 @@ def build_index(
         # another process may have made it meanwhile
         index = _open_current(path, root, stamp, renew)
         if index is None:
-            _write_index(path, root, version, stamp, num_workers, alone)
+            _write_index(path, root, version, stamp, num_workers, reference, alone)
             index = Index(path, root)
     return index
 
@@ -255,15 +264,15 @@ def index_path(root: Path, version: str, cache: Path) -> Path:
     return cache / f"{root.name}-{version}-{key}-index.arrow"
 
 
-def stamp_tables(root: Path, version: str, num_workers: int = 0) -> str:
+def stamp_tables(root: Path, version: str, num_workers: int = 0, reference: str = LIDAR) -> str:
     """A short text that changes when a table that is read or a CAN bus pose file does (size or time
-    of change)."""
+    of change), or the reference."""
     tables = (root / version / f"{name}.json" for name in _TABLES)
     paths = [path for path in tables if path.exists()]
     paths += sorted((root / "can_bus").glob("*_pose.json"))
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         stats = list(pool.map(os.stat, paths))
-    lines = [
+    lines = [reference] + [
         f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}"
         for path, stat in zip(paths, stats, strict=True)
     ]
@@ -283,7 +292,13 @@ def _open_current(path: Path, root: Path, stamp: str, renew: bool) -> Index | No
 
 
 def _write_index(
-    path: Path, root: Path, version: str, stamp: str, num_workers: int, alone: bool
+    path: Path,
+    root: Path,
+    version: str,
+    stamp: str,
+    num_workers: int,
+    reference: str,
+    alone: bool,
 ) -> None:
     folder, parts = root / version, open_parts(path, stamp, alone)
     catalogue = read_catalogue(folder)
@@ -313,6 +328,7 @@ def _write_index(
         tuple(pieces["sample_annotation"]),
         poses,
         root / "can_bus",
+        reference,
     )
     starts = range(0, len(catalogue.scenes), _SCENES_PER_PART)
     scenes = {
@@ -328,14 +344,16 @@ def _write_index(
         "schema": SCHEMA_VERSION,
         "stamp": stamp,
         "version": version,
+        "reference": reference,
         "splits": splits,
         "scenes_without_can_bus": [name for name, found in measured.items() if not found],
+        "has_lenses": bool(catalogue.lens.any()),
         "channels": catalogue.channels,
         "categories": catalogue.categories,
         "detections": detections,
         "attributes": catalogue.attributes,
     }
-    if stamp_tables(root, version, num_workers) != stamp:
+    if stamp_tables(root, version, num_workers, reference) != stamp:
         raise InputError(f"the tables in {folder} changed while they were read: start again")
     schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
     whole = parts / "index.arrow"

@@ -16,7 +16,7 @@ from bev_lightning.data.can_bus import (
 from bev_lightning.data.catalogue import Catalogue, Scene
 from bev_lightning.data.parts import read_part, write_part
 from bev_lightning.data.records import refuse_lookup
-from bev_lightning.data.schema import LIDAR, MAX_SWEEPS, PARTS, SCHEMA
+from bev_lightning.data.schema import EGO, MAX_SWEEPS, PARTS, SCHEMA
 from bev_lightning.data.tables import find_rows, fixed_lists
 from bev_lightning.errors import InputError
 
@@ -33,6 +33,7 @@ class Joined:
         readings, boxes: files of the pieces of sample_data and sample_annotation, in order.
         poses: the file that :func:`join_poses` wrote.
         can_bus: the folder of CAN bus files; may be absent, wholly or for some scenes.
+        reference: the channel that gives the model frame, or ``ego``.
     """
 
     catalogue: Catalogue
@@ -40,6 +41,7 @@ class Joined:
     boxes: tuple[Path, ...]
     poses: Path
     can_bus: Path
+    reference: str
 
 
 def join_poses(path: Path, ego_poses: list[Path], readings: list[Path]) -> None:
@@ -72,15 +74,15 @@ def join_scenes(joined: Joined, scenes: tuple[int, int]) -> pa.RecordBatch:
     """The index's rows of scenes ``scenes[0]`` .. ``scenes[1] - 1``.
 
     Raises:
-        InputError: a token leads nowhere or into another scene, or a sample has no LIDAR_TOP
-        record.
+        InputError: a token leads nowhere or into another scene, or a sample has no record of
+        the reference.
     """
     catalogue = joined.catalogue
     here = catalogue.scenes[slice(*scenes)]
     first, stop = here[0].start, here[-1].stop
     records = catalogue.samples[first:stop]
-    readings, lidar_poses, lidar_times = _join_readings(joined, first, stop)
-    can_bus, measured = _read_motion(joined, here, lidar_poses, lidar_times)
+    readings, ego_poses, ego_times = _join_readings(joined, first, stop)
+    can_bus, measured = _read_motion(joined, here, ego_poses, ego_times)
     texts = {
         "token": [record["token"] for record in records],
         "scene_token": [scene.token for scene in here for _ in range(scene.start, scene.stop)],
@@ -101,7 +103,7 @@ def join_scenes(joined: Joined, scenes: tuple[int, int]) -> pa.RecordBatch:
 
 def _join_readings(joined: Joined, first: int, stop: int) -> tuple[_Lists, np.ndarray, np.ndarray]:
     """The readings and calibrations of the samples, the ego's pose ``(S, 7)`` at each sample's
-    lidar key frame, and that one's time ``(S,)`` [s]."""
+    reference, and that one's time ``(S,)`` [s]."""
     catalogue, num = joined.catalogue, stop - first
     table = _slice(joined.readings, first, stop, joined.poses)
     sample = _numbers(table["sample"]) - first
@@ -118,14 +120,14 @@ def _join_readings(joined: Joined, first: int, stop: int) -> tuple[_Lists, np.nd
         chain[..., depth] = np.where(before >= 0, previous[before], -1)
     owner, lane, steps = np.nonzero(chain >= 0)
     rows = chain[owner, lane, steps]
-    lidar = _find_lidar(catalogue, chain[..., 0], first)
+    poses, times = _numbers(table["pose"]).reshape(-1, 7), _numbers(table["timestamp"])
+    reference = _find_reference(joined, chain[..., 0], times, first)
 
     # Calibrations that a sample's readings share are kept once.
     num_calibrations = len(catalogue.channel)
     pairs, which = np.unique(owner * num_calibrations + calibration[rows], return_inverse=True)
     owners, used = np.divmod(pairs, max(1, num_calibrations))
     starts = _offsets(owners, num)
-    poses, times = _numbers(table["pose"]).reshape(-1, 7), _numbers(table["timestamp"])
     taken = table.take(pa.array(rows))
     lists = _to_lists(
         "readings",
@@ -147,25 +149,34 @@ def _join_readings(joined: Joined, first: int, stop: int) -> tuple[_Lists, np.nd
         {
             "ego_from_sensor": fixed_lists(catalogue.ego_from_sensor[used], pa.float64()),
             "intrinsic": fixed_lists(catalogue.intrinsic[used], pa.float64()),
+            "lens": pa.array(catalogue.lens[used], pa.int8()),
+            "distortion": fixed_lists(catalogue.distortion[used], pa.float64()),
         },
     )
-    return lists, poses[lidar], times[lidar] * 1e-6
+    return lists, poses[reference], times[reference] * 1e-6
 
 
-def _find_lidar(catalogue: Catalogue, keys: np.ndarray, first: int) -> np.ndarray:
-    """Rows ``(S,)`` of the lidar's key frames, among those ``(S, C)`` of all channels."""
-    lidar = np.full(len(keys), -1)
-    if LIDAR in catalogue.channels:
-        lidar = keys[:, catalogue.channels.index(LIDAR)]
-    for lost in np.flatnonzero(lidar < 0):
+def _find_reference(joined: Joined, keys: np.ndarray, times: np.ndarray, first: int) -> np.ndarray:
+    """Rows ``(S,)`` of the readings that give the model frame, among those ``(S, C)`` of all
+    channels' key frames; ``times`` [microseconds] by row."""
+    catalogue, name = joined.catalogue, joined.reference
+    rows = np.full(len(keys), -1)
+    if name in catalogue.channels:
+        rows = keys[:, catalogue.channels.index(name)]
+    elif name == EGO and keys.shape[1]:
+        apart = np.abs(times[keys] - catalogue.timestamps[first : first + len(keys), None])
+        nearest = np.where(keys >= 0, apart, np.inf).argmin(axis=1)
+        rows = keys[np.arange(len(keys)), nearest]
+    for lost in np.flatnonzero(rows < 0):
         number = first + int(lost)
         scene = next(scene.name for scene in catalogue.scenes if number < scene.stop)
         raise InputError(
-            f"sample {catalogue.samples[number]['token']} of {scene} has no {LIDAR} record in "
+            f"sample {catalogue.samples[number]['token']} of {scene} has no {name} record in "
             f"sample_data.json, which gives the reference frame: add the record with its pose and "
-            f"calibration (its file may be absent for a model without lidar)"
+            f"calibration (its file may be absent for a model without that sensor), or set "
+            f"data.sensors.reference to another channel or to {EGO}"
         )
-    return lidar
+    return rows
 
 
 def _read_motion(

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bev_lightning.data.index import Index
-from bev_lightning.data.schema import LIDAR
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 
@@ -45,7 +44,7 @@ def filter_missing(
         if inputs.camera is not None:
             channels += [(channel, 0) for channel in inputs.camera.channels]
         if inputs.lidar is not None:
-            channels.append((LIDAR, inputs.lidar.sweeps))
+            channels.append((inputs.lidar.channel, inputs.lidar.sweeps))
         if inputs.radar is not None:
             channels += [(channel, inputs.radar.sweeps) for channel in inputs.radar.channels]
         needs[token] = []

@@ -22,10 +22,11 @@ from bev_lightning.data.fast_reader import (
     read_image_into,
     warm_up,
 )
-from bev_lightning.data.frame import Frame, FrameSource, ImageSource
+from bev_lightning.data.frame import Frame, FrameSource
 from bev_lightning.data.grid_mask import GridMask
 from bev_lightning.data.photometric import ColourChange
 from bev_lightning.data.reader import read_position, read_radar
+from bev_lightning.data.sources import ImageSource
 from bev_lightning.data.stream import Places
 from bev_lightning.data.workers import SlotPool, WorkerDiedError
 from bev_lightning.errors import InputError

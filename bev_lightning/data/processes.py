@@ -84,6 +84,11 @@ def prepare_worker(worker: int) -> None:
 def _start_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
+    # There are as many processes as cores: libraries that start threads of their own would wait for
+    # each other most of the time.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
 

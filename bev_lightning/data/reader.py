@@ -18,9 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from bev_lightning.data.augment import rotate_image
 from bev_lightning.data.files import describe, read_bytes, read_lidar_file, read_radar_file
-from bev_lightning.data.frame import Frame, FrameSource, ImageSource, LidarSource, RadarSource
+from bev_lightning.data.frame import Frame, FrameSource
 from bev_lightning.data.photometric import distort_images
+from bev_lightning.data.pixel_cache import choose_reduction
 from bev_lightning.data.processes import prepare_worker
+from bev_lightning.data.sources import ImageSource, LidarSource, RadarSource
+from bev_lightning.data.straighten import straighten
 from bev_lightning.data.stream import Places
 from bev_lightning.errors import InputError
 from bev_lightning.structures import (
@@ -39,7 +42,7 @@ _T = TypeVar("_T")
 
 def read_image(source: ImageSource) -> np.ndarray:
     """Decode, resize (bicubic with antialiasing), crop, flip and rotate (bilinear), all as PIL
-    does.
+    does. What a lens bends is reduced and then mapped once.
 
     Returns:
         ``(H, W, 3)`` uint8 RGB; black where the network's image reaches beyond the file's.
@@ -63,6 +66,8 @@ def read_image(source: ImageSource) -> np.ndarray:
             f"{source.original_size[1]}x{source.original_size[0]}: the calibration would be "
             f"wrong; restore the file"
         )
+    if source.lens is not None:
+        return straighten(source, np.asarray(image.reduce(choose_reduction(source.scale))))
     resized, corner, flip, angle = _decompose(source)
     image = image.resize(resized[::-1], Image.Resampling.BICUBIC)
     (top, left), (height, width) = corner, source.size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bev_lightning.data.schema import LIDAR
+from bev_lightning.data.schema import EGO, LIDAR
 from bev_lightning.structures import Boxes3D
 from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation, wrap_angle
 
@@ -39,6 +39,8 @@ class Readings:
         global_from_ego: ``(S, 7)`` likewise, of the ego at the reading's own time.
         intrinsic: ``(S, 3, 3)`` float64 camera matrix [pixels], zero for other sensors.
         size: ``(S, 2)`` int64 height, width [pixels], zero for other sensors.
+        lens: ``(S,)`` int64 number of the camera model among ``LENS_MODELS``.
+        distortion: ``(S, 8)`` float64 its coefficients, zeros behind them.
     """
 
     channel: tuple[str, ...]
@@ -50,6 +52,8 @@ class Readings:
     global_from_ego: np.ndarray
     intrinsic: np.ndarray
     size: np.ndarray
+    lens: np.ndarray
+    distortion: np.ndarray
 
     def find(self, channel: str) -> list[int]:
         """Rows of a channel, key frame first; empty where the rig has no such sensor."""
@@ -103,6 +107,7 @@ class Sample:
             weights were trained so), acceleration [m/s^2] 7:10, rotation rate [rad/s] 10:13,
             velocity [m/s] 13:16, yaw [rad] in [0, 2 pi) 16 and in degrees 17.
         from_can_bus: whether 7:16 were measured, not derived from the ego poses.
+        reference: the channel whose frame is the model's, or ``ego``.
     """
 
     token: str
@@ -115,6 +120,14 @@ class Sample:
     annotations: Annotations
     can_bus: np.ndarray
     from_can_bus: bool
+    reference: str = LIDAR
+
+    def find_reference(self) -> int:
+        """The row of the reading whose time and ego pose are the model frame's."""
+        if self.reference != EGO:
+            return self.readings.find(self.reference)[0]
+        apart = np.abs(self.readings.timestamp - self.timestamp)
+        return int(np.where(self.readings.depth == 0, apart, np.inf).argmin())
 
 
 def pose_to_transform(pose: np.ndarray) -> np.ndarray:
@@ -131,9 +144,12 @@ def global_from_sensor(readings: Readings, rows: list[int]) -> np.ndarray:
 
 
 def global_from_lidar_of(sample: Sample) -> np.ndarray:
-    """``(4, 4)`` float64 pose of the model frame: LIDAR_TOP at the key frame, without
-    augmentation."""
-    return global_from_sensor(sample.readings, sample.readings.find(LIDAR)[:1])[0]
+    """``(4, 4)`` float64 pose of the model frame, LIDAR_TOP at the key frame unless the rig has
+    another reference; without augmentation."""
+    row = sample.find_reference()
+    if sample.reference == EGO:
+        return pose_to_transform(sample.readings.global_from_ego[row])
+    return global_from_sensor(sample.readings, [row])[0]
 
 
 def can_bus_change(sample: Sample, previous: Sample | None) -> np.ndarray:

@@ -2,9 +2,13 @@
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 LIDAR = "LIDAR_TOP"
+EGO = "ego"  # in place of a channel: the car's own frame
 MAX_SWEEPS = 10
+LENS_MODELS = {"pinhole": (0,), "brown_conrady": (4, 5, 8), "kannala_brandt": (4,)}
+"""How many coefficients each may have."""
+MAX_COEFFICIENTS = 8
 
 _REAL, _TEXT = pa.float64(), pa.string()
 _POSE = pa.list_(_REAL, 7)
@@ -19,7 +23,12 @@ PARTS = {
         "global_from_ego": _POSE,
         "size": pa.list_(pa.int32(), 2),
     },
-    "calibrations": {"ego_from_sensor": _POSE, "intrinsic": pa.list_(_REAL, 9)},
+    "calibrations": {
+        "ego_from_sensor": _POSE,
+        "intrinsic": pa.list_(_REAL, 9),
+        "lens": pa.int8(),
+        "distortion": pa.list_(_REAL, MAX_COEFFICIENTS),
+    },
     "annotations": {
         "token": _TEXT,
         "instance": _TEXT,
@@ -36,7 +45,7 @@ PARTS = {
 }
 """Lists of a sample: a row for each reading, for each calibration that its readings were made with
 (``readings.calibration`` counts these), for each box. Channels, categories and attributes are
-numbers into lists of names among the notes."""
+numbers into lists of names among the notes, lenses into ``LENS_MODELS``."""
 SCHEMA = pa.schema(
     [
         *((name, _TEXT) for name in ("token", "scene_token", "scene_name", "previous", "next")),

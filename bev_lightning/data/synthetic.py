@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from tqdm import tqdm
 
 from bev_lightning.data.processes import map_in_processes
-from bev_lightning.data.synthetic_rig import Array
+from bev_lightning.data.synthetic_rig import CAMERAS, Array
 from bev_lightning.data.synthetic_tables import (
     TABLES,
     Row,
@@ -49,6 +49,7 @@ class SyntheticSpec:
         num_beams, num_azimuths: of the lidar, from -25 to +5 degrees and around.
         sweeps_per_frame: lidar and radar sweeps between two key frames, and before the first.
         objects_per_scene: annotated objects, shared out over the ten classes.
+        rig: ``nuscenes``, or ``fisheye``: eight cameras of three lenses and two sizes.
 
     Raises:
         InputError: a field is out of its range.
@@ -64,11 +65,16 @@ class SyntheticSpec:
     num_azimuths: int = 400
     sweeps_per_frame: int = 2
     objects_per_scene: int = 64
+    rig: str = "nuscenes"
 
     def __post_init__(self) -> None:
         if self.version not in ("v1.0-trainval", "v1.0-mini"):
             raise InputError(
                 f"synthetic data has no version {self.version!r}: use v1.0-trainval or v1.0-mini"
+            )
+        if self.rig not in CAMERAS:
+            raise InputError(
+                f"synthetic data has no rig {self.rig!r}: use one of {', '.join(CAMERAS)}"
             )
         height, width = self.image_size  # a list from a config becomes the tuple it stands for
         object.__setattr__(self, "image_size", (int(height), int(width)))
@@ -128,7 +134,7 @@ def generate(root: Path, spec: SyntheticSpec, num_workers: int = 0) -> None:
         for stale in root.parent.glob(f".{root.name}.making*"):
             shutil.rmtree(stale)
         making = root.parent / f".{root.name}.making"
-        make_folders(making)
+        make_folders(making, spec.rig)
         _write_tree(making, spec, num_workers)
         (making / MARKER).write_text(json.dumps(_marker(spec), indent=1))
         if root.exists():
@@ -159,6 +165,8 @@ def _stands(root: Path, spec: SyntheticSpec) -> bool:
         found = json.loads((root / MARKER).read_text())
     except ValueError:
         return False
+    # Trees that were made before there were rigs have the first one.
+    found.setdefault("spec", {}).setdefault("rig", "nuscenes")
     return bool(found == _marker(spec))
 
 
@@ -182,10 +190,11 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
             spec.num_beams,
             spec.num_azimuths,
             spec.sweeps_per_frame,
+            spec.rig,
         )
         for name in spec.scenes
     ]
-    tables: dict[str, list[Row]] = {name: [] for name in TABLES} | fixed_tables()
+    tables: dict[str, list[Row]] = {name: [] for name in TABLES} | fixed_tables(spec.rig)
     roads = []
     num_frames = len(jobs) * spec.frames_per_scene
     with tqdm(total=num_frames, desc="synthetic data", unit="frame") as bar:

@@ -1,14 +1,19 @@
 """The cameras of the synthetic rig: one ray a pixel, the nearest part paints it."""
 
+import functools
 import math
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from bev_lightning.data.synthetic_rays import find_part, ground_at, inverse
-from bev_lightning.data.synthetic_rig import Array
+from bev_lightning.data.synthetic_rig import Array, Mount
 from bev_lightning.data.synthetic_scene import Scene
+
+if TYPE_CHECKING:
+    from bev_lightning.data.lens import Lens
 
 _GROUND_COLOUR = np.array(  # of GRASS .. LOT
     [[88.0, 104, 62], [92, 92, 94], [212, 210, 200], [142, 138, 132], [116, 112, 106]]
@@ -87,7 +92,9 @@ def _render(
     owner: NDArray[np.int32],
     totals: NDArray[np.int64],
     pose: Array,
+    rays: Array,
     intrinsic: Array,
+    straight: bool,
     poses: Array,
     hulls: Array,
     parts: Array,
@@ -101,19 +108,22 @@ def _render(
     sky: Array,
 ) -> None:
     """Fill an image ``(H, W, 3)`` and the object that owns each pixel; add to ``totals`` ``(O,)``
-    the pixels that an object would cover if nothing stood before it."""
+    the pixels that an object would cover if nothing stood before it. Each pixel's ray is in the
+    camera's frame; NaN leaves it black."""
     height, width = owner.shape
-    fx, fy, cx, cy = intrinsic[0, 0], intrinsic[1, 1], intrinsic[0, 2], intrinsic[1, 2]
     origin = pose[:3, 3]
     depth = np.full((height, width), 1e9)
     colour = np.empty(3)
     for v in range(height):
         for u in range(width):
-            x, y = (u - cx) / fx, (v - cy) / fy
-            gx = pose[0, 0] * x + pose[0, 1] * y + pose[0, 2]
-            gy = pose[1, 0] * x + pose[1, 1] * y + pose[1, 2]
-            gz = pose[2, 0] * x + pose[2, 1] * y + pose[2, 2]
+            x, y, z = rays[v, u, 0], rays[v, u, 1], rays[v, u, 2]
+            gx = pose[0, 0] * x + pose[0, 1] * y + pose[0, 2] * z
+            gy = pose[1, 0] * x + pose[1, 1] * y + pose[1, 2] * z
+            gz = pose[2, 0] * x + pose[2, 1] * y + pose[2, 2] * z
             owner[v, u] = -1
+            if math.isnan(x):
+                image[v, u] = 0
+                continue
             up = gz / math.sqrt(gx * gx + gy * gy + gz * gz)
             if gz < -1e-6 and -origin[2] / gz < 400.0:
                 t = -origin[2] / gz
@@ -142,14 +152,18 @@ def _render(
         c, s = math.cos(poses[n, 2]), math.sin(poses[n, 2])
         dx, dy = origin[0] - poses[n, 0], origin[1] - poses[n, 1]
         o[0], o[1], o[2] = dx * c + dy * s, -dx * s + dy * c, origin[2]
-        u0, u1, v0, v1 = _footprint(corners, hulls[n], o, c, s, pose, intrinsic, height, width)
+        u0, u1, v0, v1 = 0, width - 1, 0, height - 1
+        if straight:
+            u0, u1, v0, v1 = _footprint(corners, hulls[n], o, c, s, pose, intrinsic, height, width)
         for v in range(v0, v1 + 1):
             for u in range(u0, u1 + 1):
-                x, y = (u - cx) / fx, (v - cy) / fy
-                gx = pose[0, 0] * x + pose[0, 1] * y + pose[0, 2]
-                gy = pose[1, 0] * x + pose[1, 1] * y + pose[1, 2]
+                x, y, z = rays[v, u, 0], rays[v, u, 1], rays[v, u, 2]
+                if math.isnan(x):
+                    continue
+                gx = pose[0, 0] * x + pose[0, 1] * y + pose[0, 2] * z
+                gy = pose[1, 0] * x + pose[1, 1] * y + pose[1, 2] * z
                 d[0], d[1] = gx * c + gy * s, -gx * s + gy * c
-                d[2] = pose[2, 0] * x + pose[2, 1] * y + pose[2, 2]
+                d[2] = pose[2, 0] * x + pose[2, 1] * y + pose[2, 2] * z
                 for i in range(3):
                     inv[i] = inverse(d[i])
                 best, best_part, best_face = find_part(
@@ -203,20 +217,21 @@ def _render(
 
 
 def render_camera(
-    scene: Scene, pose: Array, intrinsic: Array, time_s: float, image_size: tuple[int, int]
+    scene: Scene, pose: Array, mount: Mount, time_s: float
 ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int64]]:
     """One picture.
 
     Args:
-        pose: ``global_from_camera`` ``(4, 4)`` at ``time_s``. intrinsic: ``(3, 3)`` [px].
-        image_size: height, width [px].
+        pose: ``global_from_camera`` ``(4, 4)`` at ``time_s``.
+        mount: of the camera: size, intrinsic and lens.
 
     Returns:
         RGB ``(H, W, 3)``; the object seen at each pixel ``(H, W)``, -1 for none; and the number of
         pixels ``(O,)`` that each object would cover if nothing stood before it.
     """
-    image = np.empty((*image_size, 3), np.uint8)
-    owner = np.empty(image_size, np.int32)
+    assert mount.intrinsic is not None
+    image = np.empty((*mount.image_size, 3), np.uint8)
+    owner = np.empty(mount.image_size, np.int32)
     totals = np.zeros(len(scene.sizes), np.int64)
     look = scene.look
     _render(
@@ -224,7 +239,9 @@ def render_camera(
         owner,
         totals,
         pose,
-        intrinsic,
+        _find_rays(mount),
+        mount.intrinsic,
+        mount.lens is None,
         scene.object_poses(time_s),
         scene.hulls,
         scene.parts,
@@ -238,3 +255,24 @@ def render_camera(
         look.sky,
     )
     return image, owner, totals
+
+
+def _find_rays(mount: Mount) -> Array:
+    """``(H, W, 3)`` in the camera's frame; z is 1 but for a fisheye."""
+    if mount.lens is not None:
+        return _unproject_all(mount.lens, mount.image_size)
+    assert mount.intrinsic is not None
+    height, width = mount.image_size
+    rays = np.ones((height, width, 3))
+    rays[..., 0] = (np.arange(width) - mount.intrinsic[0, 2]) / mount.intrinsic[0, 0]
+    rays[..., 1] = ((np.arange(height) - mount.intrinsic[1, 2]) / mount.intrinsic[1, 1])[:, None]
+    return rays
+
+
+@functools.lru_cache(maxsize=16)
+def _unproject_all(lens: "Lens", image_size: tuple[int, int]) -> Array:
+    import torch  # late: pinholes do without
+
+    v, u = (torch.arange(length, dtype=torch.float64) for length in image_size)
+    pixels = torch.stack(torch.meshgrid(u, v, indexing="xy"), dim=-1)
+    return np.asarray(lens.unproject(pixels).numpy())

@@ -3,7 +3,7 @@
 import hashlib
 from typing import Any
 
-from bev_lightning.data.synthetic_rig import CHANNELS, VEHICLES, modality_of
+from bev_lightning.data.synthetic_rig import VEHICLES, list_channels, modality_of
 
 Row = dict[str, Any]
 
@@ -99,8 +99,8 @@ def make_token(*what: object) -> str:
     return hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=16).hexdigest()
 
 
-def fixed_tables() -> dict[str, list[Row]]:
-    """The tables that hold the same rows in every data set."""
+def fixed_tables(rig: str) -> dict[str, list[Row]]:
+    """The tables that hold the same rows in every data set of a rig."""
     return {
         "category": [
             {
@@ -128,7 +128,7 @@ def fixed_tables() -> dict[str, list[Row]]:
                 "channel": channel,
                 "modality": modality_of(channel),
             }
-            for channel in CHANNELS
+            for channel in list_channels(rig)
         ],
     }
 

@@ -15,13 +15,12 @@ from bev_lightning.data.synthetic_placement import build_scene
 from bev_lightning.data.synthetic_radar import pack_returns, scan_radar
 from bev_lightning.data.synthetic_rays import count_inside
 from bev_lightning.data.synthetic_rig import (
-    CAMERAS,
-    CHANNELS,
     LIDAR,
     RADARS,
     Array,
     Mount,
     build_rig,
+    list_channels,
     modality_of,
     quaternion_from_rotation,
     rotation_from_euler,
@@ -56,6 +55,7 @@ class SceneJob:
     num_beams: int
     num_azimuths: int
     sweeps_per_frame: int
+    rig: str
 
 
 @dataclass
@@ -80,14 +80,14 @@ class _SceneWriter:
         job = self.job
         self.number = int(job.name.removeprefix("scene-"))
         self.vehicle = vehicle_of(self.number)
-        self.rig = build_rig(self.vehicle, job.image_size, job.seed)
+        self.rig = build_rig(self.vehicle, job.image_size, job.seed, job.rig)
         self.rng = np.random.default_rng([job.seed, self.number])
         self.scene: Scene = build_scene(self.rng, job.num_frames, job.num_objects)
         self.start_us = _EPOCH_US + _SCENE_US * self.number
         self.log = (
             f"{self.vehicle}-2018-06-26-{self.number // 60:02d}-{self.number % 60:02d}-00+0000"
         )
-        self.chains: dict[str, list[Row]] = {channel: [] for channel in CHANNELS}
+        self.chains: dict[str, list[Row]] = {channel: [] for channel in self.rig}
         num = len(self.scene.sizes)
         self.pixels = np.zeros((2, num), np.int64)  # seen, and coverable, in this key frame
         self.counts = np.zeros((2, num), np.int64)  # lidar points, radar points
@@ -107,7 +107,7 @@ class _SceneWriter:
             self.pixels[:], self.counts[:] = 0, 0
             for sweep in range(job.sweeps_per_frame, -1, -1):
                 time_us = key_us - sweep * KEY_FRAME_US // (job.sweeps_per_frame + 1)
-                for channel in (LIDAR, *RADARS) if sweep else CHANNELS:
+                for channel in (LIDAR, *RADARS) if sweep else self.rig:
                     self._record(channel, sample, time_us, is_key=sweep == 0)
             self._annotate(k, sample, key_us, annotations)
         instances = []
@@ -194,7 +194,7 @@ class _SceneWriter:
         name = f"{folder}/{channel}/{self.log}__{channel}__{time_us}.{suffix}"
         (job.root / name).write_bytes(payload)
         token = self.token(channel, time_us)
-        height, width = job.image_size if modality == "camera" else (0, 0)
+        height, width = mount.image_size
         self.chains[channel].append(
             {
                 "token": token,
@@ -219,10 +219,7 @@ class _SceneWriter:
         )
 
     def _photograph(self, mount: Mount, pose: Array, time_s: float) -> bytes:
-        assert mount.intrinsic is not None
-        image, owner, totals = render_camera(
-            self.scene, pose, mount.intrinsic, time_s, self.job.image_size
-        )
+        image, owner, totals = render_camera(self.scene, pose, mount, time_s)
         self.pixels[0] += np.bincount(owner[owner >= 0], minlength=len(totals))
         self.pixels[1] += totals
         buffer = BytesIO()
@@ -261,13 +258,17 @@ class _SceneWriter:
             )
 
     def _calibration(self, channel: str, mount: Mount) -> Row:
-        return {
+        row: Row = {
             "token": self.token("calibration", channel),
             "sensor_token": make_token("sensor", channel),
             "translation": [float(x) for x in mount.ego_from_sensor[:3, 3]],
             "rotation": quaternion_from_rotation(mount.ego_from_sensor[:3, :3]),
             "camera_intrinsic": [] if mount.intrinsic is None else mount.intrinsic.tolist(),
         }
+        if mount.lens is not None:
+            row["camera_model"] = mount.lens.model
+            row["camera_distortion"] = list(mount.lens.distortion)
+        return row
 
     def _describe(self) -> str:
         kinds = [kind.name for kind in self.scene.kinds if kind.name]
@@ -308,11 +309,11 @@ def _link(chain: list[Row]) -> None:
         row["prev"], row["next"] = tokens[i], tokens[i + 2]
 
 
-def make_folders(root: Path) -> None:
+def make_folders(root: Path, rig: str) -> None:
     """The folders that the scenes are written into."""
-    for channel in CHANNELS:
+    for channel in list_channels(rig):
         (root / "samples" / channel).mkdir(parents=True)
-        if channel not in CAMERAS:
+        if modality_of(channel) != "camera":
             (root / "sweeps" / channel).mkdir(parents=True)
     (root / "can_bus").mkdir()
     (root / "maps").mkdir()

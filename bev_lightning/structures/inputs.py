@@ -2,6 +2,23 @@
 
 from dataclasses import dataclass
 
+CAMERAS = (
+    "CAM_FRONT",
+    "CAM_FRONT_RIGHT",
+    "CAM_FRONT_LEFT",
+    "CAM_BACK",
+    "CAM_BACK_LEFT",
+    "CAM_BACK_RIGHT",
+)
+RADARS = (
+    "RADAR_FRONT",
+    "RADAR_FRONT_LEFT",
+    "RADAR_FRONT_RIGHT",
+    "RADAR_BACK_LEFT",
+    "RADAR_BACK_RIGHT",
+)
+"""Of nuScenes' cars, in the order of the published models."""
+
 
 @dataclass(frozen=True)
 class CameraInput:
@@ -15,14 +32,7 @@ class CameraInput:
     """
 
     size: tuple[int, int]
-    channels: tuple[str, ...] = (
-        "CAM_FRONT",
-        "CAM_FRONT_RIGHT",
-        "CAM_FRONT_LEFT",
-        "CAM_BACK",
-        "CAM_BACK_LEFT",
-        "CAM_BACK_RIGHT",
-    )
+    channels: tuple[str, ...] = CAMERAS
     mean: tuple[float, float, float] = (123.675, 116.28, 103.53)
     std: tuple[float, float, float] = (58.395, 57.12, 57.375)
     scale: float = 1.0
@@ -54,12 +64,14 @@ class LidarInput:
         max_points: points kept per sample, the key frame's and the youngest sweeps' first.
         min_distance: points closer than this to the sensor in x and y [m] are dropped (the ego
             car).
+        channel: of the lidar.
     """
 
     range: tuple[float, float, float, float, float, float]
     sweeps: int = 9
     max_points: int = 300_000
     min_distance: float = 1.0
+    channel: str = "LIDAR_TOP"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "range", tuple(float(v) for v in self.range))
@@ -77,13 +89,7 @@ class RadarInput:
     """
 
     range: tuple[float, float, float, float, float, float]
-    channels: tuple[str, ...] = (
-        "RADAR_FRONT",
-        "RADAR_FRONT_LEFT",
-        "RADAR_FRONT_RIGHT",
-        "RADAR_BACK_LEFT",
-        "RADAR_BACK_RIGHT",
-    )
+    channels: tuple[str, ...] = RADARS
     sweeps: int = 5
     max_points: int = 2_500
 

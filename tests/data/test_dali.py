@@ -23,9 +23,10 @@ from bev_lightning.data.dali import DaliLoader, make_images
 from bev_lightning.data.dali_source import EncodedSource, plan_pixels
 from bev_lightning.data.fast_reader import read_encoded
 from bev_lightning.data.files import is_whole_jpeg
-from bev_lightning.data.frame import FrameSource, ImageSource
+from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.reader import TorchLoader, read_image
 from bev_lightning.data.sample import Annotations, Readings, Sample
+from bev_lightning.data.sources import ImageSource
 from bev_lightning.data.stream import BatchStream, SceneSchedule, Schedule
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Inputs, LidarInput, RadarInput
@@ -499,7 +500,7 @@ def make_frames(
     rng = np.random.default_rng(7)
     samples = {f"s{number}": make_sample(root, number, rng) for number in range(NUM_SAMPLES)}
     # A bound method of a dict travels to the workers without this module.
-    index = SimpleNamespace(root=root, sample=samples.__getitem__)
+    index = SimpleNamespace(root=root, sample=samples.__getitem__, has_lenses=False)
     return FrameSource(
         index, list(samples), inputs, CLASSES, augment, seed=5, on_missing=on_missing
     )
@@ -539,6 +540,8 @@ def make_sample(root: Path, number: int, rng: np.random.Generator) -> Sample:
         np.stack(columns[5]),
         np.stack(columns[6]),
         np.array(columns[7]),
+        np.zeros(len(rows), np.int64),
+        np.zeros((len(rows), 8)),
     )
     num = number + 1
     boxes = Annotations(

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from bev_lightning.data.augment import Augment
-from bev_lightning.data.frame import FrameSource, ImageSource, LidarSource, RadarSource
+from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.index import build_index
 from bev_lightning.data.reader import (
     TorchLoader,
@@ -22,6 +22,7 @@ from bev_lightning.data.reader import (
     read_radar,
     read_radar_file,
 )
+from bev_lightning.data.sources import ImageSource, LidarSource, RadarSource
 from bev_lightning.data.stream import Schedule
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Inputs, LidarInput, RadarInput

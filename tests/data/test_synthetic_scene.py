@@ -142,7 +142,7 @@ def test_objects_are_spread_out_to_the_range_of_their_class(scenes: list[Scene])
 
 def test_rig_looks_where_nuscenes_looks() -> None:
     rig = build_rig("s001", (225, 400), seed=0)
-    assert list(rig)[:6] == list(CAMERAS)
+    assert list(rig)[:6] == list(CAMERAS["nuscenes"])
     expected = {"CAM_FRONT": 0, "CAM_FRONT_LEFT": 55, "CAM_BACK": 180, "CAM_BACK_RIGHT": -110}
     for channel, degrees in expected.items():
         axis = rig[channel].ego_from_sensor[:3, 2]  # the optical axis

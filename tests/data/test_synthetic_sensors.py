@@ -104,9 +104,7 @@ def test_front_and_back_differ_in_picture_and_echo(scene: Scene, rig: dict, name
         )
         echoes.append(float(points[owner == 0, 3].mean()))
         front = rig["CAM_FRONT"]
-        image, pixels, totals = render_camera(
-            alone, pose @ front.ego_from_sensor, front.intrinsic, TIME, SIZE
-        )
+        image, pixels, totals = render_camera(alone, pose @ front.ego_from_sensor, front, TIME)
         assert (pixels == 0).sum() == totals[0] > 30
         colours.append(image[pixels == 0].mean(axis=0))
     assert echoes[1] > 1.25 * echoes[0]
@@ -123,7 +121,7 @@ def test_a_picture_shows_each_object_where_the_matrices_put_it(scene: Scene, rig
         alone = stage(scene, name, (*place, 0.6))
         front = rig["CAM_FRONT"]
         pose = scene.ego_pose(TIME) @ front.ego_from_sensor
-        _, pixels, _ = render_camera(alone, pose, front.intrinsic, TIME, SIZE)
+        _, pixels, _ = render_camera(alone, pose, front, TIME)
         rows, columns = np.nonzero(pixels == 0)
         object_pose, size = alone.object_poses(TIME)[0], alone.sizes[0]
         signs = np.array([[x, y, z] for x in (-1, 1) for y in (-1, 1) for z in (0, 2)]) / 2
@@ -154,7 +152,7 @@ def test_a_nearer_object_hides_a_farther_one(scene: Scene, rig: dict) -> None:
     )
     front = rig["CAM_FRONT"]
     pose = scene.ego_pose(TIME) @ front.ego_from_sensor
-    _, pixels, totals = render_camera(both, pose, front.intrinsic, TIME, SIZE)
+    _, pixels, totals = render_camera(both, pose, front, TIME)
     assert totals[0] > 50
     assert (pixels == 0).sum() < 0.1 * totals[0]
     assert (pixels == 1).sum() == totals[1]

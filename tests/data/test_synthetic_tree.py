@@ -11,6 +11,7 @@ from PIL import Image
 from bev_lightning.data.synthetic import SyntheticSpec, generate
 from bev_lightning.data.synthetic_camera import render_camera
 from bev_lightning.data.synthetic_placement import build_scene
+from bev_lightning.data.synthetic_rig import Mount
 from bev_lightning.data.synthetic_scene import Scene
 from bev_lightning.data.synthetic_tables import official_scenes
 
@@ -223,7 +224,8 @@ def test_boxes_project_onto_the_pixels_of_their_objects(nusc, scene: Scene) -> N
             record = nusc.get(table, row[key])
             pose = pose @ transform_matrix(record["translation"], Quaternion(record["rotation"]))
         time_s = 0.5 + (row["timestamp"] - sample["timestamp"]) * 1e-6
-        image, owner, _ = render_camera(scene, pose, intrinsic, time_s, SPEC.image_size)
+        mount = Mount(np.eye(4), intrinsic, 0.0, SPEC.image_size)
+        image, owner, _ = render_camera(scene, pose, mount, time_s)
         assert np.abs(picture - image).mean() < 6  # JPEG
         for box in boxes:
             n = object_of(scene, nusc.get("sample_annotation", box.token), 0.5)
