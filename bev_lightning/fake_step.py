@@ -130,9 +130,11 @@ class StatedVoxels:
 def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
     """Rulebooks of ``size`` samples with :data:`NUM_VOXELS`."""
 
-    def rulebook(num_offsets: int, *counts: int) -> Rulebook:
-        tables = (torch.empty(num_offsets, count, dtype=torch.int32) for count in counts)
-        return Rulebook(*tables)
+    def rulebook(num_offsets: int, num_outputs: int, num_inputs: int | None = None) -> Rulebook:
+        sources = torch.empty(num_offsets, num_outputs, dtype=torch.int32)
+        if num_inputs is None:
+            return Rulebook(sources)
+        return Rulebook(sources, torch.empty(num_offsets, num_inputs, dtype=torch.int32))
 
     stages = []
     for number in range(len(encoder.encoder_layers)):

@@ -19,6 +19,7 @@ from bev_lightning.ops.sparse_conv import (
     build_submanifold_rulebook,
     sparse_conv,
 )
+from bev_lightning.ops.spconv_backend import is_installed
 from bev_lightning.ops.voxelize import assign_cells, voxelize_hard
 
 T = TypeVar("T")
@@ -61,6 +62,12 @@ def measure_voxelize(device: torch.device, num_points: int, repeats: int) -> lis
             assign_cells(points, count, _RANGE, _CELL), return_inverse=True, return_counts=True
         )
 
+    others: dict[str, Callable[[], object]] = {}
+    if is_installed():
+        from spconv.pytorch.utils import PointToVoxel
+
+        generator = PointToVoxel(_CELL, _RANGE, 5, _MAX_VOXELS, _MAX_POINTS, device)
+        others["spconv's generator"] = lambda: generator(points[0])
     num_voxels = len(voxelize_hard(*arguments)[1])
     # Points, and of each voxel its points, coordinates and number.
     numbers = points.numel() + num_voxels * (_MAX_POINTS * 5 + 2 * 5)
@@ -69,6 +76,7 @@ def measure_voxelize(device: torch.device, num_points: int, repeats: int) -> lis
         {
             "reference (sort)": lambda: _by_reference(lambda: voxelize_hard(*arguments)),
             "torch.unique, cells only": number_by_unique,
+            **others,
             "voxelize_hard": lambda: voxelize_hard(*arguments),
         },
         repeats,

@@ -5,11 +5,12 @@ checkpoints hold ``(kx, ky, kz, Cin, Cout)``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from bev_lightning.errors import InputError
 from bev_lightning.models.pillars import RowNorm
 from bev_lightning.ops.sparse_conv import (
     Rulebook,
@@ -18,6 +19,7 @@ from bev_lightning.ops.sparse_conv import (
     build_submanifold_rulebook,
     sparse_conv,
 )
+from bev_lightning.ops.spconv_backend import check_installed, is_installed
 
 # The convolution that ends the encoder takes the height down once more.
 _OUT_KERNEL, _OUT_STRIDE, _OUT_PADDING = (3, 1, 1), (2, 1, 1), (0, 0, 0)
@@ -158,6 +160,12 @@ class SparseEncoder(nn.Module):
             the final entry is the strided convolution's instead.
         down_paddings: per stage but the last, the padding of its strided convolution along z, y, x.
         out_channels: channels of the last convolution.
+        backend: ``own``; ``spconv`` multiplies with that library, with the same weights and in the
+            same rows; ``auto``: spconv on CUDA where it is installed. A step under torch.compile
+            is always our own.
+
+    Raises:
+        InputError: the backend is unknown or not installed.
     """
 
     def __init__(
@@ -173,8 +181,16 @@ class SparseEncoder(nn.Module):
         ),
         down_paddings: Sequence[Sequence[int]] = ((1, 1, 1), (1, 1, 1), (0, 1, 1)),
         out_channels: int = 128,
+        backend: str = "own",
     ) -> None:
         super().__init__()
+        if backend not in ("auto", "own", "spconv"):
+            raise InputError(
+                f"model.network.lidar.encoder.backend={backend} is unknown: use auto, own or spconv"
+            )
+        if backend == "spconv":
+            check_installed("model.network.lidar.encoder.backend")
+        self.backend = backend
         if len(down_paddings) != len(stage_channels) - 1:
             raise ValueError(
                 f"SparseEncoder takes one padding for each of its {len(stage_channels) - 1} "
@@ -214,17 +230,25 @@ class SparseEncoder(nn.Module):
         """Build the rulebooks for voxels at ``coords`` ``(V, 4)`` sample, z, y, x."""
         shape = self.shape
         stages = []
+        # Tensors without contents, by which a step is planned, are nothing for a library.
+        spconv = self.backend == "spconv" or (
+            self.backend == "auto" and coords.is_cuda and is_installed()
+        )
+        spconv = spconv and type(coords) is Tensor and not torch.compiler.is_compiling()
         for padding in (*self.down_paddings, None):
             submanifold = build_submanifold_rulebook(coords, shape, (3, 3, 3))
+            submanifold = replace(submanifold, spconv=spconv)
             downsample = None
             if padding is not None:
                 downsample, coords, shape = build_strided_rulebook(
                     coords, shape, (3, 3, 3), (2, 2, 2), padding
                 )
+                downsample = replace(downsample, spconv=spconv)
             stages.append(StagePlan(submanifold, downsample, coords, shape))
         output, coords, shape = build_strided_rulebook(
             coords, shape, _OUT_KERNEL, _OUT_STRIDE, _OUT_PADDING
         )
+        output = replace(output, spconv=spconv)
         return EncoderPlan(tuple(stages), output, coords, shape, batch_size)
 
     def forward(self, features: Tensor, plan: EncoderPlan) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bev_lightning.ops import spconv_backend
 from bev_lightning.ops.backend import choose
 
 Size3 = tuple[int, int, int]
@@ -32,10 +33,12 @@ class Rulebook:
         targets: ``(K, num_inputs)`` row of the output that an input reaches by an offset, -1 where
             there is none: the same pairs as the gradient goes. None where the mirror image of
             ``sources`` says it, of a submanifold convolution.
+        spconv: leave the multiplication to spconv (:mod:`bev_lightning.ops.spconv_backend`).
     """
 
     sources: Tensor
     targets: Tensor | None = None
+    spconv: bool = False
 
 
 @torch.no_grad()
@@ -102,6 +105,8 @@ def sparse_conv(
         features, weight = features.to(dtype), weight.to(dtype)
     weight = weight.flatten(0, 2)
     chosen = choose(device)
+    if rulebook.spconv and chosen != "reference" and features.dtype != torch.float64:
+        return spconv_backend.convolve(features, weight, bias, rulebook.sources)
     if chosen == "reference" or (chosen == "triton" and features.dtype == torch.float64):
         return _convolve_reference(features, weight, bias, rulebook.sources)
     result: Tensor = _convolve(features, weight, bias, rulebook.sources, rulebook.targets)
