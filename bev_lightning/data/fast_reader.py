@@ -132,7 +132,8 @@ def read_points_into(sources: Sequence[LidarSource], lidar: LidarInput, out: np.
         matrix = np.ascontiguousarray(source.lidar_from_sweep[:3], np.float32)
         age = np.float32(source.age)
         end = append_points(raw, matrix, age, low, high, nearest, out, count)
-        if end < 0:  # not finite, or near the largest float: for the plain reader to tell
+        if end < 0 or (end == count and not raw.any()):
+            # Not finite, near the largest float, or zeros alone: for the plain reader to tell.
             points = read_points((source,), lidar)[: len(out) - count]
             end = count + len(points)
             out[count:end] = points

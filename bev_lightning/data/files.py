@@ -24,6 +24,9 @@ _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SCAN = 0xDA
 
 
+# A disk or a transfer that lost a block leaves zeros in its place. Decoders make grey of them
+# without a word; what a picture is coded with does not hold so many.
+_HOLE = bytes(4096)
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
@@ -82,12 +85,17 @@ def load_lidar_file(path: Path) -> np.ndarray:
 
 
 def read_lidar_file(path: Path) -> np.ndarray:
-    """:func:`load_lidar_file`, every value of it finite.
+    """:func:`load_lidar_file`, every value of it finite, and not all of them zero.
 
     Raises:
-        InputError: absent, empty, no multiple of 20 bytes, NaN or infinity.
+        InputError: absent, empty, no multiple of 20 bytes, zeros alone, NaN or infinity.
     """
     points = load_lidar_file(path)
+    if not points.any():
+        raise InputError(
+            f"the lidar file {path} ({points.nbytes} bytes) holds zeros alone; replace it, or "
+            f"leave such samples out with data.on_missing=skip"
+        )
     bad = int((~np.isfinite(points)).any(axis=1).sum())
     if bad:
         raise InputError(
@@ -150,8 +158,20 @@ def is_whole_jpeg(content: bytes, size: tuple[int, int]) -> bool:
                 int.from_bytes(content[begin + 3 : begin + 5], "big"),
             )
         elif marker == _SCAN:  # behind it FF D9 is the end and nothing else
-            return found == tuple(size) and content.rfind(b"\xff\xd9", end) >= 0
+            whole = content.rfind(b"\xff\xd9", end) >= 0
+            return found == tuple(size) and whole and content.find(_HOLE, end) < 0
     return False
+
+
+def check_holes(path: Path, content: bytes) -> None:
+    """Refuse a JPEG with a block of zeros. Raises InputError."""
+    hole = content.find(_HOLE) if content[:2] == b"\xff\xd8" else -1
+    if hole >= 0:
+        raise InputError(
+            f"the image {path} ({len(content)} bytes) has {len(_HOLE)} zero bytes in a row at byte "
+            f"{hole}, where a block was lost: replace it, or leave such samples out with "
+            f"data.on_missing=skip"
+        )
 
 
 def read_bytes(path: Path, kind: str) -> bytes:

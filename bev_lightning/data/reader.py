@@ -9,7 +9,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,13 @@ from PIL import Image, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
 from bev_lightning.data.augment import rotate_image
-from bev_lightning.data.files import describe, read_bytes, read_lidar_file, read_radar_file
+from bev_lightning.data.files import (
+    check_holes,
+    describe,
+    read_bytes,
+    read_lidar_file,
+    read_radar_file,
+)
 from bev_lightning.data.frame import Frame, FrameSource
 from bev_lightning.data.photometric import distort_images
 from bev_lightning.data.pixel_cache import choose_reduction
@@ -51,6 +57,7 @@ def read_image(source: ImageSource) -> np.ndarray:
         InputError: the file is absent, cut, no image or of another size than its table says.
     """
     content = read_bytes(source.path, "image")
+    check_holes(source.path, content)
     try:
         # Only formats data sets use: for what is no image PIL would else import all its plugins.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG")).convert("RGB")
@@ -246,7 +253,8 @@ class TorchLoader:
         """Batches ``start`` .. ``stop - 1`` of the schedule, in order.
 
         Raises:
-            InputError: a file cannot be used; the sentence of the worker that met it.
+            InputError: a file cannot be used, in the sentence of the worker that met it; or a
+                worker was killed.
         """
         parallel = self.num_workers > 0
         results = iter(
@@ -263,11 +271,34 @@ class TorchLoader:
                 generator=torch.Generator(),
             )
         )
-        for result in results:
-            if isinstance(result, _Failure):
-                raise InputError(result.sentence)
-            self.skipped.update(result.skipped)
-            yield result.batch
+        try:
+            while (result := _next(results)) is not None:
+                if isinstance(result, str):
+                    raise InputError(
+                        f"one of {self.num_workers} loader processes was killed ({result}), "
+                        f"perhaps for want of memory: set loader.num_workers lower"
+                    )
+                if isinstance(result, _Failure):
+                    raise InputError(result.sentence)
+                self.skipped.update(result.skipped)
+                yield result.batch
+        finally:
+            del results  # ends the workers, also where an error keeps this frame
+
+
+def _next(results: Iterator[Any]) -> Any:
+    """The next result, None at the end, or what torch says of a worker that was killed.
+
+    Not raised from torch's error, which would hold the iterator and with it the workers.
+    """
+    try:
+        return next(results, None)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        return str(error)
+    except (EOFError, ConnectionError):  # it had not yet handed over the memory of a batch
+        return "its pipe is closed"
 
 
 @dataclass(frozen=True)

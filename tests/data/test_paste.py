@@ -3,7 +3,11 @@
 import multiprocessing
 import os
 import pickle
+import random
 import signal
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ import pytest
 import torch
 
 from bev_lightning.data import ground_truth, ground_truth_writer
+from bev_lightning.data import index as index_module
 from bev_lightning.data.augment import Augment
 from bev_lightning.data.frame import FrameSource
 from bev_lightning.data.ground_truth import GroundTruthDatabase
@@ -142,6 +147,56 @@ def test_a_killed_database_goes_on_to_the_same_bytes(index, tmp_path: Path) -> N
     assert start("killed", -1) == 0
     assert (tmp_path / "killed").read_text().split() == every  # nothing was written twice
     assert path.read_bytes() == expected and not path.with_suffix(".parts").exists()
+
+
+def make_both(kill_after_s: float | None, root: Path, cache: Path, where: Path) -> None:
+    """In a process of its own: index and database, killed wherever it then is."""
+    replace = os.replace
+
+    def note(source: str, target: Path) -> None:
+        with where.open("a") as file:
+            file.write(f"{Path(target).name}\n")
+        replace(source, target)
+
+    os.replace, ground_truth_writer._SAMPLES_PER_PART = note, 1
+    index_module._PIECE_BYTES, index_module._SCENES_PER_PART = 3000, 1
+    if kill_after_s is not None:
+        timer = threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    build_ground_truth(build_index(root, VERSION, cache), "mini_train", LIDAR)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_kills_at_any_moments_change_no_byte(make_tree, tmp_path: Path, seed: int) -> None:
+    root = make_tree(sweeps=2)
+
+    def start(where: str, kill_after_s: float | None) -> int | None:
+        args = (kill_after_s, root, tmp_path / where, tmp_path / f"{where}.txt")
+        process = multiprocessing.get_context("fork").Process(target=make_both, args=args)
+        process.start()
+        process.join()
+        return process.exitcode
+
+    began = time.monotonic()
+    assert start("undisturbed", None) == 0
+    took = time.monotonic() - began
+    moments = random.Random(seed)
+    ends = [start("killed", moments.uniform(0, took / 2)) for _ in range(3)]
+    assert ends[0] == -signal.SIGKILL and set(ends) <= {-signal.SIGKILL, 0}
+    assert start("killed", None) == 0
+    expected, written = (
+        Counter((tmp_path / f"{where}.txt").read_text().split())
+        for where in ("undisturbed", "killed")
+    )
+    assert set(written) == set(expected)
+    assert written.total() <= expected.total() + 3  # the part that a kill cut off, and no more
+    one, two = (
+        {path.relative_to(tmp_path / where): path.read_bytes() for path in files}
+        for where in ("undisturbed", "killed")
+        for files in [(tmp_path / where).rglob("*.arrow")]
+    )
+    assert one == two and len(one) == 2
 
 
 def test_a_database_of_another_schema_is_refused_or_renewed(index, monkeypatch) -> None:
