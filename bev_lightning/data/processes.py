@@ -1,5 +1,6 @@
 """Work shared out to processes."""
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -58,13 +59,17 @@ def map_in_processes(
 
 
 def prepare_worker(worker: int) -> None:
-    """What a DataLoader's worker does first: one thread, and no ear for signals but its parent's.
+    """What a forked worker does first: nothing inherited is collected, torch has one thread, and
+    there is no ear for signals but its parent's.
 
     A terminal and a scheduler send theirs to all processes of a job. The workers have to read on
     until the training has come to the end of its step, and end with it.
     """
     import torch  # late: those who make scenes do without
 
+    # What was inherited is not this process' to destroy: a DALI pipeline that awaits collection
+    # would wait here for threads that only its own process has.
+    gc.freeze()
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     if parent is None:
