@@ -158,15 +158,16 @@ def is_whole_jpeg(content: bytes, size: tuple[int, int]) -> bool:
                 int.from_bytes(content[begin + 3 : begin + 5], "big"),
             )
         elif marker == _SCAN:  # behind it FF D9 is the end and nothing else
-            whole = content.rfind(b"\xff\xd9", end) >= 0
-            return found == tuple(size) and whole and content.find(_HOLE, end) < 0
+            last = content.rfind(_ENDS["JPEG"], end)
+            return found == tuple(size) and last >= 0 and content.find(_HOLE, end, last) < 0
     return False
 
 
 def check_holes(path: Path, content: bytes) -> None:
-    """Refuse a JPEG with a block of zeros. Raises InputError."""
-    hole = content.find(_HOLE) if content[:2] == b"\xff\xd8" else -1
-    if hole >= 0:
+    """Refuse a JPEG with a block of zeros before its end. Raises InputError."""
+    end = content.rfind(_ENDS["JPEG"])
+    hole = content.find(_HOLE, 0, end if end >= 0 else len(content))
+    if content[:2] == b"\xff\xd8" and hole >= 0:
         raise InputError(
             f"the image {path} ({len(content)} bytes) has {len(_HOLE)} zero bytes in a row at byte "
             f"{hole}, where a block was lost: replace it, or leave such samples out with "

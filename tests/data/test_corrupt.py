@@ -85,6 +85,11 @@ CASES: dict[str, tuple[str, Callable, str]] = {
     "image: GIF": ("image", lambda c: encode(SIZE, "GIF"), "not an image"),
     "image: zeros": ("image", lambda c: bytes(len(c)), "not an image"),
     "image: a block of zeros": ("image", lose_block, "4096 zero bytes in a row at byte"),
+    "image: zeros to the end": (
+        "image",
+        lambda c: noisy_jpeg()[:8192] + bytes(8192),
+        "4096 zero bytes in a row at byte",
+    ),
     "image: turned": ("image", lambda c: encode(SIZE[::-1], "JPEG"), "is 90x160 pixels and"),
     "image: smaller": ("image", lambda c: encode((45, 80), "PNG"), "is 80x45 pixels and"),
     "image: gone": ("image", Path.unlink, r"cannot be read \(No such file"),
