@@ -9,7 +9,11 @@ from omegaconf import DictConfig
 
 from bev_lightning.benches.measure import time_all
 from bev_lightning.benches.ops_points import measure_nms, measure_sparse_conv, measure_voxelize
-from bev_lightning.benches.ops_view import measure_bev_pool, measure_deform_attention
+from bev_lightning.benches.ops_view import (
+    measure_attention,
+    measure_bev_pool,
+    measure_deform_attention,
+)
 from bev_lightning.benches.report import Row, with_ratios
 from bev_lightning.benches.step import measure_matmul
 from bev_lightning.errors import InputError
@@ -23,13 +27,15 @@ class _Size:
     channels: int
     cell_m: float
     sides: tuple[int, ...]
+    num_queries: tuple[int, int]
+    num_cells: int
     num_points: int
     num_boxes: int
 
 
 _SIZES = {
-    "small": _Size((64, 176), 16, 2.4, (20,), 5_000, 100),
-    "published": _Size((256, 704), 80, 0.3, (50, 200), 250_000, 1_000),
+    "small": _Size((64, 176), 16, 2.4, (20,), (90, 20), 400, 5_000, 100),
+    "published": _Size((256, 704), 80, 0.3, (50, 200), (900, 200), 32_400, 250_000, 1_000),
 }
 
 
@@ -52,6 +58,7 @@ def measure_ops(
     rows += measure_nms(device, sizes.num_boxes, repeats)
     rows += measure_bev_pool(device, sizes.image_size, sizes.channels, sizes.cell_m, repeats)
     rows += measure_deform_attention(device, sizes.sides, repeats)
+    rows += measure_attention(device, sizes.num_queries, sizes.num_cells, repeats)
     what = (
         f"Float32 on {device.type}, {torch.get_num_threads()} threads, medians of {repeats}, "
         "forward and backward where there is a gradient. least_mib: bytes that inputs, outputs and "

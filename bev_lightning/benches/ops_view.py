@@ -1,4 +1,4 @@
-"""BEV pooling and deformable attention against what published code does, forward and backward."""
+"""BEV pooling and attention against what published code does, forward and backward."""
 
 import math
 import statistics
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from bev_lightning.benches.measure import peak_extra_mib, time_all
 from bev_lightning.benches.report import Row
 from bev_lightning.models.lift import LiftSplat
+from bev_lightning.ops.attention import attention
 from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.ops.deform_attention import multi_scale_deformable_attention
@@ -140,6 +141,43 @@ def _measure_spatial(device: torch.device, side: int, repeats: int) -> list[Row]
         repeats,
         _count(leaves, grad, num_read),
     )
+
+
+def measure_attention(
+    device: torch.device,
+    queries: tuple[int, int] = (900, 200),
+    cells: int = 32400,
+    repeats: int = 5,
+) -> list[Row]:
+    """With a dropout of 0.1: among BEVFormer's queries, 8 heads of 32 channels, and of BEVFusion's
+    to all cells of its map, 8 heads of 16."""
+    rows = []
+    for count, keys, width in ((queries[0], queries[0], 32), (queries[1], cells, 16)):
+        with torch.device(device), torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            leaves = [
+                torch.randn(1, 8, number, width, requires_grad=True)
+                for number in (count, keys, keys)
+            ]
+            grad = torch.randn(1, 8, count, width)
+
+        def attend(leaves: Sequence[Tensor] = leaves) -> Tensor:
+            return attention(*leaves, dropout=0.1)
+
+        def attend_by_reference(leaves: Sequence[Tensor] = leaves) -> Tensor:
+            with use_reference():
+                return attention(*leaves, dropout=0.1)
+
+        numbers = 3 * sum(leaf.numel() for leaf in leaves) + 2 * grad.numel()
+        rows += measure_backward(
+            f"attention with dropout, {count} queries to {keys}",
+            {"reference (scaled_dot_product)": attend_by_reference, "attention": attend},
+            leaves,
+            grad,
+            repeats,
+            {"least_mib": 4.0 * numbers / 2**20, "gflop": 96e-9 * count * keys * width},
+        )
+    return rows
 
 
 def make_rig(image_size: tuple[int, int], horizon: float) -> Tensor:

@@ -1,8 +1,9 @@
-"""The three deformable attentions of BEVFormer (Li et al., ECCV 2022, sections 3.3 and 3.4).
+"""Attention to all keys, and the three deformable attentions of BEVFormer (Li et al., ECCV 2022,
+sections 3.3 and 3.4).
 
-A query reads a few points of a feature map: where, and how much each counts, are linear functions
-of the query. Positions are fractions of the map, (0, 0) its outer corner; offsets are predicted in
-cells. Softmax and positions are float32 under autocast.
+In the latter a query reads a few points of a feature map: where, and how much each counts, are
+linear functions of the query. Positions are fractions of the map, (0, 0) its outer corner; offsets
+are predicted in cells. Softmax and positions are float32 under autocast.
 """
 
 import math
@@ -13,8 +14,42 @@ import torch
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
+from bev_lightning.ops.attention import attention
 from bev_lightning.ops.deform_attention import multi_scale_deformable_attention
 from bev_lightning.structures.constants import constant
+
+
+class QueryAttention(nn.MultiheadAttention):
+    """Each query looks at all keys: :class:`torch.nn.MultiheadAttention` with its parameters, on
+    our operator."""
+
+    def __init__(self, channels: int, num_heads: int, dropout: float) -> None:
+        super().__init__(channels, num_heads, dropout, batch_first=True)
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:
+        """
+        Args:
+            query: ``(B, Q, C)``.
+            key, value: ``(B, K, C)``.
+            hidden: bool, of a shape that expands to ``(B, H, Q, K)``: True where a query must not
+                see a key.
+
+        Returns:
+            ``(B, Q, C)``.
+        """
+        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
+        heads = [
+            nn.functional.linear(tensor, weight, bias)
+            .unflatten(-1, (self.num_heads, -1))
+            .transpose(1, 2)
+            for tensor, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        ]
+        dropout = self.dropout if self.training else 0.0
+        attended = attention(*heads, hidden=hidden, dropout=dropout)
+        projected: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
+        return projected
 
 
 class TemporalSelfAttention(nn.Module):

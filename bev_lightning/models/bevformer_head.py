@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.attention import MapAttention
+from bev_lightning.models.attention import MapAttention, QueryAttention
 from bev_lightning.models.bev_encoder import FeedForward
 from bev_lightning.models.query_start import (
     LearnedStart,
@@ -145,15 +145,17 @@ class BEVFormerHead(nn.Module):
         else:
             assert self.seeded is not None
             heatmap, start = self.seeded.from_heatmap(bev, self.num_queries)
-        mask = padding = box = valid = None
+        hidden = box = valid = None
         count = start.query.shape[1]
         if targets is not None and self.num_denoising and targets.num:
             assert self.seeded is not None
             disturbed, box, valid = self._disturb(bev, heatmap, targets)
             start = start.join(disturbed)
-            mask = _denoising_mask(count, targets.num, self.num_denoising, bev.device)
-            padding = torch.cat([valid.new_zeros(valid.shape[0], count), ~valid], dim=1)
-        logits, code = self._decode_layers(bev, start, mask, padding)
+            unused = torch.cat([valid.new_zeros(valid.shape[0], count), ~valid], dim=1)
+            hidden = unused[:, None, None] | _denoising_mask(
+                count, targets.num, self.num_denoising, bev.device
+            )
+        logits, code = self._decode_layers(bev, start, hidden)
         queries = QueryPredictions(logits[:, :, :count], code[:, :, :count])
         denoising = None
         if box is not None and valid is not None:
@@ -182,7 +184,7 @@ class BEVFormerHead(nn.Module):
         return replace(boxes, valid=valid)
 
     def _decode_layers(
-        self, bev: Tensor, start: QueryStart, mask: Tensor | None, padding: Tensor | None
+        self, bev: Tensor, start: QueryStart, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Logits ``(L, B, Q, K)`` and code ``(L, B, Q, 10)``, float32."""
         shape = (int(bev.shape[-2]), int(bev.shape[-1]))
@@ -193,7 +195,7 @@ class BEVFormerHead(nn.Module):
         for layer, class_branch, box_branch in zip(
             self.layers, self.class_branches, self.box_branches, strict=True
         ):
-            query = layer(query, start.position, cells, shape, reference[..., :2], mask, padding)
+            query = layer(query, start.position, cells, shape, reference[..., :2], hidden)
             logits = class_branch(query).float()
             box = in_float32(box_branch[-1], box_branch[:-1](query))  # type: ignore[index]
             offset = torch.cat([box[..., :2], box[..., 4:5]], dim=-1)
@@ -233,7 +235,7 @@ class DecoderLayer(nn.Module):
         self, channels: int, num_heads: int, num_points: int, ffn_channels: int, dropout: float
     ) -> None:
         super().__init__()
-        self.self_attention = nn.MultiheadAttention(channels, num_heads, dropout, batch_first=True)
+        self.self_attention = QueryAttention(channels, num_heads, dropout)
         self.map_attention = MapAttention(channels, num_heads, num_points, dropout)
         self.feed_forward = FeedForward(channels, ffn_channels, dropout)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
@@ -247,21 +249,17 @@ class DecoderLayer(nn.Module):
         cells: Tensor,
         shape: tuple[int, int],
         references: Tensor,
-        mask: Tensor | None,
-        padding: Tensor | None,
+        hidden: Tensor | None,
     ) -> Tensor:
         """
         Args:
             query, position: ``(B, Q, C)``.
             cells: ``(B, Y * X, C)``.
             references: ``(B, Q, 2)`` x, y, fractions of the map.
-            mask: ``(Q, Q)`` bool, True where the row's query must not see the column's.
-            padding: ``(B, Q)`` bool, True for queries that nobody sees.
+            hidden: ``(B, 1, Q, Q)`` bool, True where the row's query must not see the column's.
         """
         told = query + position
-        attended = self.self_attention(
-            told, told, query, key_padding_mask=padding, attn_mask=mask, need_weights=False
-        )[0]
+        attended = self.self_attention(told, told, query, hidden)
         query = self.norm1(query + self.dropout(attended))
         query = self.norm2(self.map_attention(query, position, cells, shape, references))
         return self.norm3(self.feed_forward(query))
@@ -291,7 +289,8 @@ def _passes(score: Tensor, threshold: float) -> Tensor:
 def _denoising_mask(
     num_queries: int, num_boxes: int, num_groups: int, device: torch.device
 ) -> Tensor:
-    """Detections see each other only; a group of disturbed annotations sees itself and them."""
+    """``(Q, Q)``, True where a row does not see a column: detections see each other only, a group
+    of disturbed annotations sees itself and them."""
     group = torch.arange(1, num_groups + 1, device=device).repeat_interleave(num_boxes)
     group = torch.cat([group.new_zeros(num_queries), group])
     return (group.unsqueeze(1) != group) & (group != 0)

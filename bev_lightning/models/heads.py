@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
+from bev_lightning.models.attention import QueryAttention
 from bev_lightning.models.box_choice import BoxChoice
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.predictions import (
@@ -289,8 +290,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, channels: int, num_heads: int, ffn_channels: int, dropout: float) -> None:
         super().__init__()
-        self.self_attention = nn.MultiheadAttention(channels, num_heads, dropout, batch_first=True)
-        self.cross_attention = nn.MultiheadAttention(channels, num_heads, dropout, batch_first=True)
+        self.self_attention = QueryAttention(channels, num_heads, dropout)
+        self.cross_attention = QueryAttention(channels, num_heads, dropout)
         self.linear1 = nn.Linear(channels, ffn_channels)
         self.linear2 = nn.Linear(ffn_channels, channels)
         self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(channels) for _ in range(3))
@@ -313,9 +314,9 @@ class DecoderLayer(nn.Module):
         key = key.transpose(1, 2) + _embed(self.key_position, key_cells)
         query = query.transpose(1, 2)
         value = query + query_position
-        attended = self.self_attention(value, value, value, need_weights=False)[0]
+        attended = self.self_attention(value, value, value)
         query = self.norm1(query + self.dropout(attended))
-        attended = self.cross_attention(query + query_position, key, key, need_weights=False)[0]
+        attended = self.cross_attention(query + query_position, key, key)
         query = self.norm2(query + self.dropout(attended))
         hidden = self.linear2(self.dropout(F.relu(self.linear1(query))))
         return self.norm3(query + self.dropout(hidden)).transpose(1, 2)

@@ -31,6 +31,7 @@ def test_operators_beside_their_references(tmp_path: Path) -> None:
         "rotated_nms",
         "BEV pooling",
         "deformable attention",
+        "attention with dropout",
     ]
     for found in groups.values():
         assert found[0]["ratio"] == 1

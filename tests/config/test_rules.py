@@ -1,6 +1,7 @@
 """What may be asked for, and what `auto` becomes."""
 
 import itertools
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
             accepted += 1
     assert accepted + refused == 8 * 5 * 4 * 7
     assert accepted > 200
+
+
+def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence() -> None:
+    models = sorted(path.stem for path in (config_dir() / "model").glob("[!_]*.yaml"))
+    choices = {group: sorted(axis(group)) for group in AXES} | {"model": models}
+    draw = random.Random(4)
+    told = []
+    for _ in range(30):
+        words = [f"{group}={draw.choice(names)}" for group, names in choices.items()]
+        try:
+            check(load("train", words))
+        except InputError as error:
+            assert re.search(r"; (use|set) ", str(error)) and "\n" not in str(error), words
+            told.append(str(error))
+    assert 5 < len(told) < 25 and len(set(told)) > 3
 
 
 @pytest.mark.parametrize(
