@@ -1,6 +1,5 @@
 """Detection heads on a BEV map: forward gives predictions, decode gives boxes (model frame)."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -11,15 +10,13 @@ from torch.nn import functional as F
 from bev_lightning.errors import InputError
 from bev_lightning.models.attention import QueryAttention
 from bev_lightning.models.box_choice import BoxChoice
+from bev_lightning.models.query_start import PRIOR_BIAS
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.predictions import (
     BoxCodec,
     HeatmapPredictions,
     TransFusionPredictions,
 )
-
-# The bias of a classifier that starts at a probability of 0.1 (RetinaNet, section 4.1).
-PRIOR_BIAS = -math.log(9.0)
 
 
 class TransFusionHead(nn.Module):

@@ -259,10 +259,10 @@ class LiftFPN(nn.Module):
         self.out_channels = (out_channels,) * num_outs
         coarser = [out_channels] * (num_outs - 1) + [in_channels[-1]]
         self.lateral_convs = nn.ModuleList(
-            _conv_norm_relu(in_channels[k] + coarser[k], out_channels, 1) for k in range(num_outs)
+            conv_norm_relu(in_channels[k] + coarser[k], out_channels, 1) for k in range(num_outs)
         )
         self.fpn_convs = nn.ModuleList(
-            _conv_norm_relu(out_channels, out_channels, 3) for _ in range(num_outs)
+            conv_norm_relu(out_channels, out_channels, 3) for _ in range(num_outs)
         )
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
@@ -276,9 +276,12 @@ class LiftFPN(nn.Module):
         return outs[:-1]
 
 
-def _conv_norm_relu(in_channels: int, out_channels: int, kernel: int) -> nn.Sequential:
+def conv_norm_relu(
+    in_channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = False
+) -> nn.Sequential:
+    """A convolution that keeps the size of its maps (but for the stride), norm, ReLU."""
     return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, kernel, padding=kernel // 2, bias=False),
+        nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, bias=bias),
         nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
     )

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.image import MapSize
+from bev_lightning.models.image import MapSize, conv_norm_relu
 from bev_lightning.ops.bev_pool import PoolIndex, bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import project
@@ -68,13 +68,13 @@ class LiftSplat(nn.Module):
         num_predicted = self.num_depths + out_channels
         if lidar_depth:
             self.depth_encoder: nn.Module | None = nn.Sequential(
-                *_conv_norm_relu(1, 8, 1, bias=True),
-                *_conv_norm_relu(8, 32, 5, stride=stride // 2, bias=True),
-                *_conv_norm_relu(32, 64, 5, stride=2, bias=True),
+                *conv_norm_relu(1, 8, 1, bias=True),
+                *conv_norm_relu(8, 32, 5, stride=stride // 2, bias=True),
+                *conv_norm_relu(32, 64, 5, stride=2, bias=True),
             )
             self.depth_net: nn.Module = nn.Sequential(
-                *_conv_norm_relu(in_channels + 64, in_channels, 3, bias=True),
-                *_conv_norm_relu(in_channels, in_channels, 3, bias=True),
+                *conv_norm_relu(in_channels + 64, in_channels, 3, bias=True),
+                *conv_norm_relu(in_channels, in_channels, 3, bias=True),
                 nn.Conv2d(in_channels, num_predicted, 1),
             )
         else:
@@ -83,9 +83,9 @@ class LiftSplat(nn.Module):
         self.downsample: nn.Module = nn.Identity()
         if downsample == 2:
             self.downsample = nn.Sequential(
-                *_conv_norm_relu(out_channels, out_channels, 3),
-                *_conv_norm_relu(out_channels, out_channels, 3, stride=2),
-                *_conv_norm_relu(out_channels, out_channels, 3),
+                *conv_norm_relu(out_channels, out_channels, 3),
+                *conv_norm_relu(out_channels, out_channels, 3, stride=2),
+                *conv_norm_relu(out_channels, out_channels, 3),
             )
 
     def forward(
@@ -293,13 +293,3 @@ def depth_targets(
     bins = ((nearest - start) / step).round()
     inside = (bins >= 0) & (bins < num_depths)
     return torch.where(inside, bins, -1).long()
-
-
-def _conv_norm_relu(
-    in_channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = False
-) -> tuple[nn.Module, nn.Module, nn.Module]:
-    return (
-        nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, bias=bias),
-        nn.BatchNorm2d(out_channels),
-        nn.ReLU(inplace=True),
-    )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bev_lightning.objectives.heatmap import gaussian_heatmap
 from bev_lightning.objectives.losses import (
+    CODE_WEIGHTS,
     divisor,
     gaussian_focal_loss,
     masked_l1_loss,
@@ -23,9 +24,6 @@ from bev_lightning.structures.predictions import (
     DenoisingPredictions,
     QueryPredictions,
 )
-
-# Of cx, cy, log w, log l, cz, log h, sin, cos, vx, vy.
-CODE_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.2, 0.2)
 
 
 class SetPredictionObjective:
