@@ -1,13 +1,16 @@
 """Pooling of rows into cells: the maximum, the sum and the mean of the points in each pillar.
 
 Each operator has one owner for each output and a fixed order of addition, so that the result does
-not depend on the number of threads or on the order in which a GPU runs its blocks.
+not depend on the number of threads or on the order in which a GPU runs its blocks. (Of a reference
+on a GPU it does.)
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from bev_lightning.ops.backend import choose
 
 
 def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
@@ -23,6 +26,10 @@ def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
     Returns:
         ``(num_cells, C)``, zero in cells without rows.
     """
+    if choose(values.device) == "reference":
+        winner = _scatter_max_torch(values.detach(), index, num_cells)[1]
+        padded = torch.cat([values, values.new_zeros(1, values.shape[1])])
+        return padded.gather(0, torch.where(winner < 0, len(values), winner))
     pooled: Tensor = _scatter_max(values, index, num_cells)[0]
     return pooled
 
@@ -30,6 +37,10 @@ def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
 def scatter_sum(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
     """Sum of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, added
     in the order of the rows."""
+    if choose(values.device) == "reference":
+        wide = values.to(_wide(values.dtype))
+        added = wide.new_zeros(num_cells, values.shape[1]).index_add(0, index, wide)
+        return added.to(values.dtype)
     total: Tensor = _scatter_sum(values, index, num_cells)
     return total
 
@@ -38,8 +49,7 @@ def scatter_mean(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
     """Mean of the rows ``(M, C)`` that share a cell of ``index`` ``(M,)``: ``(num_cells, C)``, zero
     in cells without rows."""
     count = torch.bincount(index, minlength=num_cells).clamp(min=1)
-    total: Tensor = _scatter_sum(values, index, num_cells)
-    return total / count.unsqueeze(1).to(values.dtype)
+    return scatter_sum(values, index, num_cells) / count.unsqueeze(1).to(values.dtype)
 
 
 @torch.library.custom_op("bev_lightning::scatter_max", mutates_args=())

@@ -1,8 +1,11 @@
 """Pooling of rows into cells against loops in Python."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.scatter import (
     _scatter_max_torch,
     _scatter_sum_torch,
@@ -31,6 +34,20 @@ def test_scatter_matches_loop(num_rows, dtype):
     assert torch.equal(scatter_max(values, index, 7), largest)
     assert torch.equal(scatter_sum(values, index, 7), total)
     torch.testing.assert_close(scatter_mean(values, index, 7), mean)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 50])
+@pytest.mark.parametrize("function", [scatter_max, scatter_sum, scatter_mean])
+def test_reference_is_the_same_without_operators_of_ours(function, num_rows):
+    values, index = _random(num_rows, 7)
+    values.requires_grad_()
+    results = []
+    for context in (nullcontext(), use_reference()):
+        with context:
+            out = function(values, index, 7)
+        results.append((out, *torch.autograd.grad((out * out).sum(), values)))
+    torch.testing.assert_close(*results)
+    assert "Scatter" not in str(out.grad_fn) and "bev_lightning" not in str(out.grad_fn)
 
 
 def test_scatter_max_gradient_goes_to_first_maximum():
