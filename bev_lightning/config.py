@@ -135,8 +135,18 @@ class _Program:
         launcher = cluster.find_launcher()
         if cluster.is_child() and launcher != "slurm":
             return list(cluster.share("words")) if launcher else words
+        # Hydra makes the directory.
+        words = [
+            f"hydra.run.dir={word.partition('=')[2]}" if key_of(word) == "paths.run" else word
+            for word in words
+        ]
         is_sweep, jobs = compose_jobs(self.verb, words, multirun, extra_dir)
         if is_sweep:
+            if any(key_of(word) == "hydra.run.dir" for word in words):
+                raise InputError(
+                    "paths.run (or hydra.run.dir) is the directory of one run and this is a sweep; "
+                    "set hydra.sweep.dir"
+                )
             for job in jobs:
                 self._admit(job)
             self.is_sweep = True

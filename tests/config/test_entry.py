@@ -127,6 +127,15 @@ def test_a_run_leaves_its_configuration(
     assert run["versions"]["torch"]
 
 
+@pytest.mark.parametrize("key", ["paths.run", "hydra.run.dir"])
+def test_a_run_goes_where_it_is_told(here: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    seen: list[DictConfig] = []
+    assert call(monkeypatch, seen.append, "hardware=cpu", f"{key}=some/where") == 0
+    assert seen[0].paths.run == str(here / "some" / "where")
+    assert OmegaConf.load(here / "some" / "where" / "resolved.yaml") == seen[0]
+    assert not (here / "outputs").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -138,6 +147,10 @@ def test_a_run_leaves_its_configuration(
         (
             ["hardware=cpu", "hydra.run.dir=verb.py/x"],
             "hydra.run.dir=verb.py/x cannot be made: ",
+        ),
+        (
+            ["-m", "hardware=cpu", "seed=1,2", "paths.run=mine"],
+            "this is a sweep; set hydra.sweep.dir",
         ),
         (
             ["-m", "hardware=cpu", "hydra.sweep.dir=verb.py/x"],
