@@ -133,6 +133,8 @@ class _Program:
         it, those of SLURM come to the same result.
         """
         launcher = cluster.find_launcher()
+        if launcher == "torchrun":
+            cluster.meet()
         if cluster.is_child() and launcher != "slurm":
             return list(cluster.share("words")) if launcher else words
         # Hydra makes the directory.
