@@ -50,20 +50,24 @@ WORDS = [
 TIMED = ("speed/", "epoch", "gpu/")  # of no two runs the same
 
 
-def start(words: list[str], folder: Path, world_size: int, restarts: int) -> list[int]:
-    """Fork the processes of one start; their ids."""
+def keep_store() -> tuple[int, int]:
+    """What torchrun's agent keeps as long as it lives, in a process of its own: that, and the
+    port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    keeper = 0
-    if world_size > 1:
-        keeper = os.fork()
-        if not keeper:  # what torchrun's agent keeps
-            from torch.distributed import TCPStore
+    keeper = os.fork()
+    if not keeper:
+        from torch.distributed import TCPStore
 
-            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-            signal.pause()
-            del store
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        signal.pause()
+        del store
+    return keeper, port
+
+
+def start(words: list[str], folder: Path, world_size: int, port: int) -> list[int]:
+    """Fork the processes of one start; their ids."""
     children = []
     for rank in range(world_size):
         child = os.fork()
@@ -78,7 +82,6 @@ def start(words: list[str], folder: Path, world_size: int, restarts: int) -> lis
             os.environ |= {
                 "TORCHELASTIC_RUN_ID": "test",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": str(restarts),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "WORLD_SIZE": str(world_size),
@@ -99,10 +102,10 @@ def start(words: list[str], folder: Path, world_size: int, restarts: int) -> lis
         finally:
             sys.stdout.flush()
             os._exit(code)
-    return [*children, keeper] if keeper else children
+    return children
 
 
-def drive(folder: Path, words: list[str], world_size: int, num_kills: int, seed: int) -> dict:
+def drive(folder: Path, words: list[str], world_size: int, num_kills: int, port: int) -> dict:
     """Train in ``folder`` to the end; until then kill one process after the other: at a moment
     drawn from the time between two checkpoints, and each fourth while a checkpoint is written."""
     import lightning.pytorch.loggers
@@ -112,13 +115,12 @@ def drive(folder: Path, words: list[str], world_size: int, num_kills: int, seed:
 
     loaded = (bev_lightning.assembly, bev_lightning.train, lightning.pytorch.loggers)
     assert all(loaded)
-    draw = random.Random(seed)
+    draw = random.Random(7)
     kills: list[str] = []  # the newest checkpoint at each
     checkpoints = folder / "run" / "checkpoints"
     pace_s = 1.0
     for starts in range(1, 3 * num_kills + 3):
-        children = start(words, folder, world_size, 0)
-        trainers, keepers = children[:world_size], children[world_size:]
+        trainers = start(words, folder, world_size, port)
         before, seen_at, deadline = newest(checkpoints), 0.0, math.inf
         ended: dict[int, int] = {}
         while len(ended) < world_size:
@@ -142,9 +144,6 @@ def drive(folder: Path, words: list[str], world_size: int, num_kills: int, seed:
                     os.kill(child, signal.SIGKILL)
                     ended[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             time.sleep(0.002)
-        for keeper in keepers:
-            os.kill(keeper, signal.SIGKILL)
-            os.waitpid(keeper, 0)
         if not any(ended.values()):
             return {"kills": kills, "starts": starts}
         if any(code not in (0, -signal.SIGKILL) for code in ended.values()):
@@ -255,4 +254,8 @@ def test_twenty_kills(data, tmp_path: Path, world_size: int) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    print(json.dumps(drive(Path(given[0]), *given[1:], seed=7)))
+    keeper, port = keep_store()
+    try:
+        print(json.dumps(drive(Path(given[0]), *given[1:], port)))
+    finally:
+        os.kill(keeper, signal.SIGKILL)
