@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bev_lightning.ops.backend import share_out
 
-# Weights of so many bytes exist at a time, or those of a single head.
-_CHUNK_BYTES = 64 * 2**20
+# Weights of so many bytes exist at a time, which the cache holds, or those of a head a thread.
+_CHUNK_BYTES = 4 * 2**20
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, seed: int) -> Tensor:
@@ -62,7 +62,7 @@ def _make_room(query: Tensor, key: Tensor, count: int) -> tuple[int, list[Tensor
     """How many heads are worked on at a time, and room for ``count`` times their weights."""
     shape = query.shape[1], key.shape[1]
     head_bytes = max(1, shape[0] * shape[1] * query.element_size())
-    size = max(1, min(len(query), _CHUNK_BYTES // head_bytes))
+    size = max(1, min(len(query), max(torch.get_num_threads(), _CHUNK_BYTES // head_bytes)))
     return size, [query.new_empty(size, *shape) for _ in range(count)]
 
 
