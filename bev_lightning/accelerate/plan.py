@@ -144,10 +144,9 @@ def choose_num_workers(num_cpus: int, num_local_processes: int, on_cuda: bool) -
 def choose_num_threads(num_cpus: int, num_local_processes: int, num_workers: int) -> int:
     """Threads of torch for each training process that runs on the CPU.
 
-    Its loader processes get cores of their own: threads that wait for one another at every
-    operation stand still when one of them has lost its core.
+    Half of its loader processes get a core: beside a training on a CPU they rest most of the time.
     """
-    return max(1, num_cpus // num_local_processes - num_workers)
+    return max(1, num_cpus // num_local_processes - num_workers // 2)
 
 
 def _cuda_cards() -> list[tuple[str, float, float]]:
