@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry
+from bev_lightning.config.program import entry
 
 
 @entry("bench")
@@ -14,8 +14,8 @@ def main(cfg: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.utils import instantiate
 
-    from bev_lightning.accelerate.plan import detect_machine
-    from bev_lightning.benches.report import write_report
+    from bev_lightning.benchmarks.report import write_report
+    from bev_lightning.hardware.machine import detect_machine
 
     machine = detect_machine()
     name = str(HydraConfig.get().runtime.choices["bench"])

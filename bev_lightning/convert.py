@@ -3,7 +3,7 @@ model=CHOICE [to=official]``."""
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry, write_json
+from bev_lightning.config.program import entry, write_json
 
 # A network of ours stands in its module under this name.
 _NETWORK = "network."
@@ -18,10 +18,10 @@ def main(cfg: DictConfig) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from bev_lightning.assembly import build_module
+    from bev_lightning.checkpointing.import_official import convert_to_official, convert_to_ours
+    from bev_lightning.checkpointing.weights import read_state
     from bev_lightning.errors import InputError
-    from bev_lightning.models.conversion import convert_to_official, convert_to_ours
-    from bev_lightning.models.weight_file import read_state
+    from bev_lightning.runtime.build import build_module
 
     module = build_module(cfg)
     state = read_state(cfg.source)

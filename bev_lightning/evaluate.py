@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry, write_json
+from bev_lightning.config.program import entry, write_json
 
 
 @entry("evaluate")
@@ -15,7 +15,8 @@ def main(cfg: DictConfig) -> float | None:
     import time
     from pathlib import Path
 
-    from bev_lightning.assembly import (
+    from bev_lightning.metrics.submission import read_submission, write_submission
+    from bev_lightning.runtime.build import (
         build_data,
         build_evaluator,
         build_module,
@@ -24,7 +25,6 @@ def main(cfg: DictConfig) -> float | None:
         prepare_execution,
         read_steps,
     )
-    from bev_lightning.objectives.submission import read_submission, write_submission
 
     began = time.perf_counter()
     run = Path(cfg.paths.run)

@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry, write_json
+from bev_lightning.config.program import entry, write_json
 
 
 @entry("plan")
@@ -10,7 +10,7 @@ def main(cfg: DictConfig) -> None:
     """Print the plan and leave plan.json in the run directory. Any verdict is a success."""
     from pathlib import Path
 
-    from bev_lightning.forecast import make_plan
+    from bev_lightning.runtime.memory_forecast import make_plan
 
     plan = make_plan(cfg)
     print(plan.to_text())

@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry
+from bev_lightning.config.program import entry
 
 
 @entry("predict")
@@ -13,14 +13,14 @@ def main(cfg: DictConfig) -> None:
     """
     from pathlib import Path
 
-    from bev_lightning.assembly import (
+    from bev_lightning.metrics.submission import write_submission
+    from bev_lightning.runtime.build import (
         build_data,
         build_module,
         build_trainer,
         load_weights,
         prepare_execution,
     )
-    from bev_lightning.objectives.submission import write_submission
 
     module = build_module(cfg)
     load_weights(module, cfg.ckpt)

@@ -1,5 +1,6 @@
 """``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``: make the index of a
-data set, with ``data/paste=published`` the ground-truth database too, and report what they hold.
+data set, with ``data/gt_sampling=published`` the ground-truth database too, and report what they
+hold.
 
 Training makes both itself where they are absent; this shows first what there is. Killed and started
 again, it goes on where it was.
@@ -7,7 +8,7 @@ again, it goes on where it was.
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry, write_json
+from bev_lightning.config.program import entry, write_json
 
 
 @entry("prepare")
@@ -17,15 +18,15 @@ def main(cfg: DictConfig) -> None:
     import time
     from pathlib import Path
 
-    from bev_lightning.assembly import build_data
-    from bev_lightning.data.report import make_report
+    from bev_lightning.data.nuscenes.report import make_report
+    from bev_lightning.runtime.build import build_data
 
     # Whole, so that what the model reads and how it is loaded are checked as a run would.
     data = build_data(cfg)
     times = [time.perf_counter()]
     index = data.open_index(renew=True)
     times.append(time.perf_counter())
-    objects = data.open_ground_truth(index, renew=True) if data.paste is not None else None
+    objects = data.open_ground_truth(index, renew=True) if data.gt_sampling is not None else None
     times.append(time.perf_counter())
     report = make_report(index, data.classes, data.num_workers)
     times.append(time.perf_counter())
@@ -39,8 +40,8 @@ def main(cfg: DictConfig) -> None:
     print(report.to_text())
     print("seconds: " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()))
     result = {**report.to_json(), "seconds": seconds}
-    if objects is not None and data.paste is not None:
-        counts = objects.counts(data.classes, data.paste.min_points)
+    if objects is not None and data.gt_sampling is not None:
+        counts = objects.counts(data.classes, data.gt_sampling.min_points)
         found = ", ".join(f"{name} {num}" for name, num in counts.items())
         print(f"objects to paste, of {objects.sweeps} sweeps and the key frame: {found}")
         result["ground_truth"] = {

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from bev_lightning.config import entry, write_json
+from bev_lightning.config.program import entry, write_json
 
 if TYPE_CHECKING:
     import lightning as L
@@ -22,7 +22,11 @@ def main(cfg: DictConfig) -> float | None:
 
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-    from bev_lightning.assembly import (
+    from bev_lightning.callbacks.health import is_out_of_memory
+    from bev_lightning.callbacks.stop_signals import Stopped
+    from bev_lightning.config.resolve import plan_batch
+    from bev_lightning.errors import InputError
+    from bev_lightning.runtime.build import (
         build_data,
         build_module,
         build_trainer,
@@ -31,11 +35,7 @@ def main(cfg: DictConfig) -> float | None:
         load_matching_weights,
         prepare_execution,
     )
-    from bev_lightning.callbacks.health import is_out_of_memory
-    from bev_lightning.callbacks.stop import Stopped
-    from bev_lightning.errors import InputError
-    from bev_lightning.forecast import make_plan
-    from bev_lightning.resolution import plan_batch
+    from bev_lightning.runtime.memory_forecast import make_plan
 
     first = not getattr(rank_zero_only, "rank", 0)
     began = time.perf_counter()
@@ -100,7 +100,7 @@ def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume
         explain_memory,
         is_out_of_memory,
     )
-    from bev_lightning.callbacks.watch import ProcessWatch
+    from bev_lightning.callbacks.stragglers import StragglerMonitor
     from bev_lightning.errors import InputError
 
     try:
@@ -111,7 +111,7 @@ def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume
             _keep_if_best(trainer, module)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
-            processes = _find(trainer, ProcessWatch)
+            processes = _find(trainer, StragglerMonitor)
             sentence = processes.explain(error) if processes and trainer.world_size > 1 else None
             if sentence is None:
                 raise
@@ -128,7 +128,7 @@ def fit(trainer: "L.Trainer", module: Any, data: "L.LightningDataModule", resume
 def summarize(trainer: "L.Trainer | None", module: Any, status: str) -> dict[str, Any]:
     """What score.json says but time and batch: scores of a finished training alone."""
     from bev_lightning.callbacks.health import measure_peak_mib
-    from bev_lightning.callbacks.monitor import SpeedMonitor
+    from bev_lightning.callbacks.speed import SpeedMonitor
 
     speed = _find(trainer, SpeedMonitor)
     plugin = trainer.precision_plugin if trainer else None
@@ -158,7 +158,7 @@ def _close_stopped(cfg: DictConfig, trainer: "L.Trainer | None", number: int) ->
     import time
     from pathlib import Path
 
-    from bev_lightning.accelerate.cluster import find_launcher, is_child, requeue
+    from bev_lightning.hardware.cluster import find_launcher, is_child, requeue
 
     name = signal.Signals(number).name
     if is_child():

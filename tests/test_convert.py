@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bev_lightning import convert
-from bev_lightning.assembly import (
+from bev_lightning.checkpointing.weights import read_state
+from bev_lightning.config.compose import compose_job, read_overrides
+from bev_lightning.config.program import load
+from bev_lightning.errors import InputError
+from bev_lightning.runtime.build import (
     build_module,
     load_matching_weights,
     load_weights,
     read_trained_inputs,
 )
-from bev_lightning.composition import compose_job, read_overrides
-from bev_lightning.config import load
-from bev_lightning.errors import InputError
-from bev_lightning.models.weight_file import read_state
 
 SMALL = [
     "hardware=cpu",

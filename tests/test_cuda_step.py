@@ -9,9 +9,9 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from bev_lightning.accelerate.compilation import compile_network
-from bev_lightning.benches.batches import make_batch
-from bev_lightning.config import load
+from bev_lightning.benchmarks.random_batches import make_batch
+from bev_lightning.config.program import load
+from bev_lightning.hardware.compilation import compile_network
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.ops.backend import use_reference
 from bev_lightning.structures import Batch

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bev_lightning.benches.batches import make_batch
-from bev_lightning.config import load
+from bev_lightning.benchmarks.random_batches import make_batch
+from bev_lightning.config.program import load
+from bev_lightning.losses import matching
+from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
 from bev_lightning.models.heads import TransFusionHead
-from bev_lightning.objectives import matching
-from bev_lightning.objectives.losses import BEVFusionObjective, TransFusionObjective
 
 ATEN = torch.ops.aten
 PACKAGE = "/bev_lightning/"
@@ -80,7 +80,7 @@ def find_waits(name: str, head: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
             if head == "transfusion":
                 grid = module.network.head.codec.grid
                 module.network.head = TransFusionHead(grid, 96, num_queries=50, num_layers=2)
-                module.objective = BEVFusionObjective(TransFusionObjective())
+                module.loss = BEVFusionLoss(TransFusionLoss())
         with waits:
             module._losses(module(batch), batch)
     return dict(waits.found)

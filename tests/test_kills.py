@@ -33,7 +33,10 @@ WORDS = [
     "data.synthetic.num_val_scenes=1",
     "data.synthetic.frames_per_scene=3",
     "data.synthetic.num_azimuths=90",
-    "data.augment={_target_: bev_lightning.data.augment.Augment, bev_rotate_deg: [-45, 45]}",
+    (
+        "data.augment={_target_: bev_lightning.data.transforms.augment.Augment, "
+        "bev_rotate_deg: [-45, 45]}"
+    ),
     "data.batch_size=1",
     "data.num_workers=1",
     "loader=torch",
@@ -110,10 +113,10 @@ def drive(folder: Path, words: list[str], world_size: int, num_kills: int, port:
     drawn from the time between two checkpoints, and each fourth while a checkpoint is written."""
     import lightning.pytorch.loggers
 
-    import bev_lightning.assembly
+    import bev_lightning.runtime.build
     import bev_lightning.train
 
-    loaded = (bev_lightning.assembly, bev_lightning.train, lightning.pytorch.loggers)
+    loaded = (bev_lightning.runtime.build, bev_lightning.train, lightning.pytorch.loggers)
     assert all(loaded)
     draw = random.Random(7)
     kills: list[str] = []  # the newest checkpoint at each

@@ -51,8 +51,8 @@ def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None
         folder,
         "train",
         *TINY,
-        "data/paste=published",
-        "data.paste.min_points=100000",
+        "data/gt_sampling=published",
+        "data.gt_sampling.min_points=100000",
         "data.cbgs=true",
         "callbacks=ema",
         "optim.multipliers={network.lidar.*:0}",
@@ -97,6 +97,6 @@ def test_an_epoch_of_empty_frames_trains_and_says_so_once(folder: Path) -> None:
 
 
 def test_pasting_into_points_only_is_refused_for_a_fusion(folder: Path) -> None:
-    process = run(folder, "train", *TINY, "model=bevfusion_toy", "data/paste=published")
+    process = run(folder, "train", *TINY, "model=bevfusion_toy", "data/gt_sampling=published")
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert "this model reads camera too" in process.stderr

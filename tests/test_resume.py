@@ -12,11 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bev_lightning.accelerate.plan import Machine
-from bev_lightning.assembly import build_module, check_resume, load_matching_weights, load_weights
-from bev_lightning.config import load, resolve
+from bev_lightning.config.program import load, resolve
 from bev_lightning.errors import InputError
+from bev_lightning.hardware.machine import Machine
 from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.runtime.build import (
+    build_module,
+    check_resume,
+    load_matching_weights,
+    load_weights,
+)
 from bev_lightning.train import main
 
 MODEL = ["model=bevfusion_lidar_toy", "model.network.head.num_boxes=20"]

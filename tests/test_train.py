@@ -6,8 +6,8 @@ from types import MappingProxyType
 import lightning as L
 import pytest
 
-from bev_lightning.accelerate.hybrid import HybridStrategy
-from bev_lightning.callbacks.monitor import SpeedMonitor, count_columns
+from bev_lightning.callbacks.speed import SpeedMonitor, count_columns
+from bev_lightning.parallel.hybrid import HybridStrategy
 from bev_lightning.train import summarize
 
 

@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from bev_lightning.callbacks.stop import Stopped, StopRequest
+from bev_lightning.callbacks.stop_signals import Stopped, StopRequest
 from bev_lightning.errors import InputError
 
 
-class WholeFileIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes every checkpoint so that its name never stands for half of a file.
 
     The file is written under another name in the same folder, brought to the disk and renamed, so

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from bev_lightning.callbacks.monitor import count_columns
+from bev_lightning.callbacks.speed import count_columns
 
 
 class ProgressBar(TQDMProgressBar):

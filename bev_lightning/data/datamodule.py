@@ -9,19 +9,20 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from bev_lightning.data.augment import Augment
-from bev_lightning.data.balance import balance, count_boxes
-from bev_lightning.data.frame import FrameSource
-from bev_lightning.data.ground_truth import GroundTruthDatabase
-from bev_lightning.data.ground_truth_writer import build_ground_truth
-from bev_lightning.data.index import Index, build_index
-from bev_lightning.data.paste import Paste, Paster, check_inputs
-from bev_lightning.data.pixel_cache import CacheKind, open_pixel_cache
-from bev_lightning.data.rig import Rig
-from bev_lightning.data.sample import DETECTION_CLASSES
-from bev_lightning.data.stream import BatchStream, FixedBatches, Loader, SceneSchedule, Schedule
-from bev_lightning.data.synthetic import SyntheticSpec, generate
-from bev_lightning.data.window import WindowedStream
+from bev_lightning.data.batch_stream import BatchStream, EvaluationStream, WindowedStream
+from bev_lightning.data.build_gt_database import build_ground_truth
+from bev_lightning.data.class_balance import balance, count_boxes
+from bev_lightning.data.loaders.image_cache import CacheKind, open_image_cache
+from bev_lightning.data.loaders.protocol import Loader
+from bev_lightning.data.nuscenes.index import Index, build_index
+from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
+from bev_lightning.data.nuscenes.sensor_rig import SensorRig
+from bev_lightning.data.samplers import SceneSampler, TrainSampler
+from bev_lightning.data.samples.frame import FrameSource
+from bev_lightning.data.synthetic.dataset import SyntheticSpec, generate
+from bev_lightning.data.transforms.augment import Augment
+from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
+from bev_lightning.data.transforms.gt_sampling import GTSampler, GTSampling, check_inputs
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 
@@ -60,10 +61,10 @@ class DetectionDataModule(LightningDataModule):
         min_points: int = 1,
         target_range: Sequence[float] | None = None,
         cbgs: bool = False,
-        paste: Paste | None = None,
+        gt_sampling: GTSampling | None = None,
         cache: CacheKind = "none",
         cache_gib: float = 8.0,
-        sensors: Rig | None = None,
+        sensors: SensorRig | None = None,
     ) -> None:
         """Keep the settings; nothing is read before :meth:`prepare_data`.
 
@@ -86,9 +87,9 @@ class DetectionDataModule(LightningDataModule):
             synthetic: makes the data set at the root where it is absent.
             min_points, target_range: see :class:`FrameSource`; which boxes are targets.
             cbgs: see training samples so often that the classes are balanced
-                (:func:`bev_lightning.data.balance.balance`).
-            paste: objects of other scenes pasted into the training samples of a lidar model; None
-                for none.
+                (:func:`bev_lightning.data.class_balance.balance`).
+            gt_sampling: objects of other scenes pasted into the training samples of a lidar
+                model; None for none.
             cache, cache_gib: where training keeps decoded images, and how many, per process.
             sensors: the rig; None for nuScenes' cars.
         """
@@ -117,7 +118,7 @@ class DetectionDataModule(LightningDataModule):
                 f"data.target_range={list(target_range)} must be 6 numbers: x, y, z minima and "
                 f"maxima [m]; or null for the lidar's range"
             )
-        if paste is not None:
+        if gt_sampling is not None:
             check_inputs(inputs)
         self.root, self.version = root, version
         self.train_split, self.val_split = train_split, val_split
@@ -128,9 +129,9 @@ class DetectionDataModule(LightningDataModule):
         self.cache_dir, self.seed = cache_dir, seed
         self.synthetic = synthetic
         self.min_points, self.target_range = min_points, target_range
-        self.cbgs, self.paste = cbgs, paste
+        self.cbgs, self.gt_sampling = cbgs, gt_sampling
         self.cache, self.cache_gib = cache, cache_gib
-        self.rig = Rig() if sensors is None else sensors
+        self.rig = SensorRig() if sensors is None else sensors
         self.index: Index | None = None
         self.stream: BatchStream | None = None
         self._frames: dict[str, FrameSource] = {}
@@ -140,7 +141,7 @@ class DetectionDataModule(LightningDataModule):
         """Once per node: make the synthetic data set, the index and, unless a trainer only
         evaluates, the objects to paste, where they are absent or out of date."""
         index = self.open_index()
-        if self.paste is not None and (self.trainer is None or self.trainer.training):
+        if self.gt_sampling is not None and (self.trainer is None or self.trainer.training):
             self.open_ground_truth(index)
 
     def setup(self, stage: str | None = None) -> None:
@@ -218,21 +219,21 @@ class DetectionDataModule(LightningDataModule):
         sizes, (_, world_size) = frames.scene_sizes(), self._place()
         places = set()
         for rank in range(world_size):
-            schedule = SceneSchedule(sizes, self.val_batch_size, rank, world_size)
-            for step in range(min(num_batches, len(schedule))):
-                places |= {position for _, position in schedule.batch(step)}
+            sampler = SceneSampler(sizes, self.val_batch_size, rank, world_size)
+            for step in range(min(num_batches, len(sampler))):
+                places |= {position for _, position in sampler.batch(step)}
         return [frames.tokens[place] for place in sorted(places)]
 
     @property
     def steps_per_epoch(self) -> int:
         """Micro-steps in which all ranks together read the training split once."""
-        return len(self._schedule())
+        return len(self._sampler())
 
     def train_dataloader(self) -> BatchStream | WindowedStream:
         """The endless stream, from the micro-step that a checkpoint brought along."""
-        schedule = self._schedule()
+        sampler = self._sampler()
         trainer = self.trainer
-        num_micro_steps, accumulation, done = len(schedule), 1, None
+        num_micro_steps, accumulation, done = len(sampler), 1, None
         if trainer is not None:
             accumulation = trainer.accumulate_grad_batches
             if trainer.max_steps is not None and trainer.max_steps > 0:
@@ -240,7 +241,7 @@ class DetectionDataModule(LightningDataModule):
                 done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         frames = self._opened("train")
         self.stream = BatchStream(
-            self.loader, frames, schedule, num_micro_steps, accumulation=accumulation
+            self.loader, frames, sampler, num_micro_steps, accumulation=accumulation
         )
         if self._state is not None:
             self.stream.load_state_dict(self._state)
@@ -268,19 +269,19 @@ class DetectionDataModule(LightningDataModule):
         if trainer.max_steps > 0:  # one pass for all of them
             done = num_steps * trainer.accumulate_grad_batches
             return done, done
-        schedule = self._schedule()
-        done, _ = schedule.translate(state, trainer.accumulate_grad_batches)
-        return done, (done - 1) % len(schedule) + 1 if done else 0
+        sampler = self._sampler()
+        done, _ = sampler.translate(state, trainer.accumulate_grad_batches)
+        return done, (done - 1) % len(sampler) + 1 if done else 0
 
-    def val_dataloader(self) -> FixedBatches:
+    def val_dataloader(self) -> EvaluationStream:
         """The validation split in order."""
         return self._evaluation("val")
 
-    def test_dataloader(self) -> FixedBatches:
+    def test_dataloader(self) -> EvaluationStream:
         """The same as :meth:`val_dataloader`."""
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> FixedBatches:
+    def predict_dataloader(self) -> EvaluationStream:
         """The validation split in order, without targets."""
         return self._evaluation("predict")
 
@@ -312,22 +313,24 @@ class DetectionDataModule(LightningDataModule):
 
     def _training_source(self, index: Index) -> FrameSource:
         """The training split with its augmentation, balanced and pasted into as asked."""
-        paster = None
-        if self.paste is not None:
-            paster = Paster(self.paste, self.open_ground_truth(index), self.classes, self.seed)
-            if paster.absent:
+        gt_sampler = None
+        if self.gt_sampling is not None:
+            gt_sampler = GTSampler(
+                self.gt_sampling, self.open_ground_truth(index), self.classes, self.seed
+            )
+            if gt_sampler.absent:
                 rank_zero_warn(
-                    f"the ground-truth database has no {', '.join(paster.absent)} of at least "
-                    f"{self.paste.min_points} points: none is pasted"
+                    f"the ground-truth database has no {', '.join(gt_sampler.absent)} of at least "
+                    f"{self.gt_sampling.min_points} points: none is pasted"
                 )
-        source = self._source(self.train_split, self.inputs, self.augment, paster=paster)
+        source = self._source(self.train_split, self.inputs, self.augment, gt_sampler=gt_sampler)
         counts = count_boxes(index, source.tokens, self.classes, self.min_points)
         for sentence in counts.sentences():
             rank_zero_warn(sentence)
         if self.cbgs:
             rows = balance(counts, self.seed)
             source = source.with_tokens([source.tokens[row] for row in rows])
-        source.pixel_cache = open_pixel_cache(
+        source.image_cache = open_image_cache(
             self.cache, self.cache_gib, self.cache_dir, source, self.loader
         )
         return source
@@ -343,7 +346,7 @@ class DetectionDataModule(LightningDataModule):
         inputs: Inputs,
         augment: Augment | None = None,
         with_targets: bool = True,
-        paster: Paster | None = None,
+        gt_sampler: GTSampler | None = None,
     ) -> FrameSource:
         assert self.index is not None
         source = FrameSource(
@@ -357,7 +360,7 @@ class DetectionDataModule(LightningDataModule):
             with_targets=with_targets,
             min_points=self.min_points,
             target_range=self.target_range,
-            paster=paster,
+            gt_sampler=gt_sampler,
             rig=self.rig,
         )
         if source.dropped:
@@ -378,20 +381,20 @@ class DetectionDataModule(LightningDataModule):
             raise RuntimeError(f"call setup() before the {name} samples are used")
         return self._frames[name]
 
-    def _schedule(self) -> Schedule:
+    def _sampler(self) -> TrainSampler:
         rank, world_size = self._place()
         told = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         if told is not None:
             # Processes that share the work on the same samples count as one.
             rank, world_size = told["rank"], told["num_replicas"]
-        return Schedule(
+        return TrainSampler(
             len(self._opened("train")), self.batch_size, rank, world_size, seed=self.seed
         )
 
-    def _evaluation(self, name: str) -> FixedBatches:
+    def _evaluation(self, name: str) -> EvaluationStream:
         frames = self._opened(name)
-        schedule = SceneSchedule(frames.scene_sizes(), self.val_batch_size, *self._place())
-        return FixedBatches(self.loader, frames, schedule)
+        sampler = SceneSampler(frames.scene_sizes(), self.val_batch_size, *self._place())
+        return EvaluationStream(self.loader, frames, sampler)
 
     def _place(self) -> tuple[int, int]:
         """This process's rank, and how many there are."""

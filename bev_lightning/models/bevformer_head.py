@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bev_lightning.errors import InputError
 from bev_lightning.models.attention import MapAttention, QueryAttention
 from bev_lightning.models.bev_encoder import FeedForward
-from bev_lightning.models.query_start import (
+from bev_lightning.models.object_queries import (
     LearnedStart,
     QueryStart,
     SeededStart,

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.attention import QueryAttention
-from bev_lightning.models.box_choice import BoxChoice
-from bev_lightning.models.query_start import PRIOR_BIAS
+from bev_lightning.models.object_queries import PRIOR_BIAS
+from bev_lightning.models.selection import BoxSelection
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.predictions import (
     BoxCodec,
@@ -66,14 +66,14 @@ class TransFusionHead(nn.Module):
         point_classes: Sequence[int] = (8, 9),
         peak_kernel: int = 3,
         height_shift: float = 0.5,
-        choice: BoxChoice | None = None,
+        choice: BoxSelection | None = None,
     ) -> None:
         super().__init__()
         _check_count("TransFusionHead", "num_queries", num_queries, num_classes, grid)
         self.codec = BoxCodec(grid, height_shift)
         self.num_classes, self.num_queries = num_classes, num_queries
         self.peak_kernel = peak_kernel
-        self.choice = BoxChoice() if choice is None else choice
+        self.choice = BoxSelection() if choice is None else choice
         is_point_class = torch.zeros(num_classes, dtype=torch.bool)
         if not all(0 <= index < num_classes for index in point_classes):
             raise InputError(
@@ -209,13 +209,13 @@ class CentreHead(nn.Module):
         num_boxes: int = 200,
         peak_kernel: int = 3,
         height_shift: float = 0.0,
-        choice: BoxChoice | None = None,
+        choice: BoxSelection | None = None,
     ) -> None:
         super().__init__()
         _check_count("CentreHead", "num_boxes", num_boxes, num_classes, grid)
         self.codec = BoxCodec(grid, height_shift)
         self.num_classes, self.num_boxes, self.peak_kernel = num_classes, num_boxes, peak_kernel
-        self.choice = BoxChoice() if choice is None else choice
+        self.choice = BoxSelection() if choice is None else choice
         self.register_buffer("positions", _cell_positions(grid), persistent=False)
         self.shared = _hidden(nn.Conv2d, nn.BatchNorm2d, in_channels, channels, 3)
         self.heatmap = nn.Sequential(

@@ -16,7 +16,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.ops import deform_conv2d
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.checkpointing import checkpoint_block
+from bev_lightning.models.gradient_checkpointing import checkpoint_block
 
 _RESNETS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, int, int]]] = {
     18: (BasicBlock, (2, 2, 2, 2)),
@@ -45,7 +45,7 @@ class ResNet(nn.Module):
         norm_frozen: the affine parameters of all batch norms are not trained.
         gradient_checkpointing: recompute each block in the backward pass instead of storing it.
         pretrained: weights that a training starts from, see
-            :func:`bev_lightning.models.pretrained.load_backbone`; loaded by the train verb.
+            :func:`bev_lightning.checkpointing.pretrained.load_backbone`; loaded by the train verb.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from bev_lightning.models.query_start import PRIOR_BIAS
+from bev_lightning.models.object_queries import PRIOR_BIAS
 from bev_lightning.structures.predictions import PerspectivePredictions
 
 

@@ -19,7 +19,7 @@ from bev_lightning.ops.sparse_conv import (
     build_submanifold_rulebook,
     sparse_conv,
 )
-from bev_lightning.ops.spconv_backend import check_installed, is_installed
+from bev_lightning.ops.sparse_conv.spconv import check_installed, is_installed
 
 # The convolution that ends the encoder takes the height down once more.
 _OUT_KERNEL, _OUT_STRIDE, _OUT_PADDING = (3, 1, 1), (2, 1, 1), (0, 0, 0)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torchvision.ops import StochasticDepth
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.checkpointing import checkpoint_block
+from bev_lightning.models.gradient_checkpointing import checkpoint_block
 
 
 class Swin(nn.Module):
@@ -28,7 +28,7 @@ class Swin(nn.Module):
         out_stages: stages to return, counted from 0; stage k has the stride ``4 * 2**k``.
         gradient_checkpointing: recompute each block in the backward pass instead of storing it.
         pretrained: weights that a training starts from, see
-            :func:`bev_lightning.models.pretrained.load_backbone`; loaded by the train verb.
+            :func:`bev_lightning.checkpointing.pretrained.load_backbone`; loaded by the train verb.
     """
 
     def __init__(

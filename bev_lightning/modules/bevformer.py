@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from bev_lightning.losses.detection import DetectionLoss
+from bev_lightning.metrics.nuscenes import NuScenesEvaluator
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.modules.optimizer import AdamW
-from bev_lightning.objectives.losses import Objective
-from bev_lightning.objectives.nuscenes import NuScenesEvaluator
 from bev_lightning.structures import Batch, Inputs
 from bev_lightning.structures.geometry import wrap_angle, yaw_of
 from bev_lightning.structures.predictions import BEVFormerPredictions
@@ -65,14 +65,14 @@ class BEVFormerModule(DetectionModule):
     def __init__(
         self,
         network: nn.Module,
-        objective: Objective,
+        loss: DetectionLoss,
         inputs: Inputs,
         classes: Sequence[str],
         optim: AdamW | None = None,
         evaluator: NuScenesEvaluator | None = None,
         loss_norm: Literal["batch", "effective"] = "batch",
     ) -> None:
-        super().__init__(network, objective, inputs, classes, optim, evaluator, loss_norm)
+        super().__init__(network, loss, inputs, classes, optim, evaluator, loss_norm)
         self._scenes: OrderedDict[str, SceneState] = OrderedDict()
 
     def forward(self, batch: Batch) -> BEVFormerPredictions:

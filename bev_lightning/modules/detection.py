@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
+from bev_lightning.losses.detection import DetectionLoss
+from bev_lightning.metrics.nuscenes import NuScenesEvaluator, Scores
+from bev_lightning.metrics.submission import Entries, to_entries
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
-from bev_lightning.objectives.losses import Objective
-from bev_lightning.objectives.nuscenes import NuScenesEvaluator, Scores
-from bev_lightning.objectives.submission import Entries, to_entries
 from bev_lightning.structures import Batch, Boxes3D, Inputs
 
 
@@ -38,7 +38,7 @@ class DetectionModule(L.LightningModule):
 
     Args:
         network: an nn.Module that keeps :class:`Detector`.
-        objective: gives weighted scalars; the loss is their sum.
+        loss: gives weighted scalars; the loss is their sum.
         inputs: the sensors that the network reads.
         classes: names in the order of the labels.
         optim: the optimizer's recipe; None for a module that is only evaluated.
@@ -60,7 +60,7 @@ class DetectionModule(L.LightningModule):
     def __init__(
         self,
         network: nn.Module,
-        objective: Objective,
+        loss: DetectionLoss,
         inputs: Inputs,
         classes: Sequence[str],
         optim: AdamW | None = None,
@@ -74,7 +74,7 @@ class DetectionModule(L.LightningModule):
         self.train_loss: Tensor | None = None
         self._counts: dict[str, Tensor] | None = None
         self.network = network
-        self.objective = objective
+        self.loss = loss
         self.inputs = inputs
         self.classes = tuple(classes)
         self.optim = optim
@@ -252,7 +252,7 @@ class DetectionModule(L.LightningModule):
         total: dict[str, Tensor] = {}
         for batch in window:
             frame = replace(batch, history=()).to(self.device)
-            for name, count in self.objective.count(self.network, frame).items():
+            for name, count in self.loss.count(self.network, frame).items():
                 total[name] = total.get(name, 0) + count
         counts = torch.stack(list(total.values())).float()
         if dist.is_initialized():
@@ -269,8 +269,8 @@ class DetectionModule(L.LightningModule):
                 "use a split that has them (v1.0-test has none)"
             )
         if counts is None:
-            return self.objective(predictions, batch.targets)
-        return self.objective(predictions, batch.targets, counts)
+            return self.loss(predictions, batch.targets)
+        return self.loss(predictions, batch.targets, counts)
 
     def _collect(self, predictions: Any, batch: Batch) -> Boxes3D:
         boxes = self._detect(predictions, batch)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from bev_lightning.callbacks.checkpoint import StepCheckpoint, WholeFileIO, list_steps
+from bev_lightning.callbacks.checkpoint import AtomicCheckpointIO, StepCheckpoint, list_steps
 from bev_lightning.errors import InputError
 
 
@@ -35,7 +35,7 @@ def fit(folder: Path, steps: int, resume: Path | None = None, **options) -> Coun
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[saver],
-        plugins=[WholeFileIO()],
+        plugins=[AtomicCheckpointIO()],
     )
     trainer.fit(BoringModel(), ckpt_path=resume, weights_only=True)
     assert trainer.global_step == steps
@@ -69,7 +69,7 @@ def test_files_are_of_moments_between_optimizer_steps(tmp_path: Path) -> None:
 
 
 def test_a_name_stands_for_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    io, path = WholeFileIO(), tmp_path / "step_000001.ckpt"
+    io, path = AtomicCheckpointIO(), tmp_path / "step_000001.ckpt"
     io.save_checkpoint({"weights": torch.arange(1000.0)}, path)
 
     def tear(content, file) -> None:

@@ -9,11 +9,11 @@ import lightning as L
 import pytest
 import torch
 
-from bev_lightning.data.augment import Augment
 from bev_lightning.data.datamodule import DetectionDataModule
-from bev_lightning.data.paste import Paste
-from bev_lightning.data.reader import TorchLoader
-from bev_lightning.data.synthetic import SyntheticSpec
+from bev_lightning.data.loaders.torch import TorchLoader
+from bev_lightning.data.synthetic.dataset import SyntheticSpec
+from bev_lightning.data.transforms.augment import Augment
+from bev_lightning.data.transforms.gt_sampling import GTSampling
 from bev_lightning.errors import InputError
 from bev_lightning.structures import CameraInput, Inputs, LidarInput
 
@@ -293,17 +293,19 @@ def test_filters_and_balance_reach_training(make_data, tmp_path: Path) -> None:
 
 
 def test_pasting_is_prepared_for_training_alone(make_data, tmp_path: Path) -> None:
-    paste = Paste({"car": 2, "bus": 1}, min_points=1)
-    data = make_data(paste=paste, classes=("car", "bus"))
+    gt_sampling = GTSampling({"car": 2, "bus": 1}, min_points=1)
+    data = make_data(gt_sampling=gt_sampling, classes=("car", "bus"))
     trainer(tmp_path).predict(Noisy(), datamodule=data)
     assert not list((tmp_path / "cache").glob("*ground-truth*"))
-    data, module = make_data(paste=paste, classes=("car", "bus")), Noisy()
+    data, module = make_data(gt_sampling=gt_sampling, classes=("car", "bus")), Noisy()
     with pytest.warns(UserWarning, match="the ground-truth database has no") as caught:
         trainer(tmp_path, max_steps=2).fit(module, datamodule=data)
     said = [str(w.message) for w in caught if "ground-truth database" in str(w.message)]
     assert len(said) == 1 and "bus" in said[0]
     assert len(list((tmp_path / "cache").glob("*ground-truth-mini_train-1sweeps.arrow"))) == 1
-    with pytest.raises(InputError, match="data.paste=null"):
-        make_data(paste=paste, inputs=Inputs(camera=CameraInput((32, 64), ("CAM_FRONT",))))
+    with pytest.raises(InputError, match="data.gt_sampling=null"):
+        make_data(
+            gt_sampling=gt_sampling, inputs=Inputs(camera=CameraInput((32, 64), ("CAM_FRONT",)))
+        )
     with pytest.raises(InputError, match="data.target_range"):
         make_data(target_range=(1, 2))

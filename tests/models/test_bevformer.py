@@ -8,11 +8,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bev_lightning.config import load
+from bev_lightning.config.program import load
 from bev_lightning.errors import InputError
+from bev_lightning.losses.set_prediction import SetPredictionLoss
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
-from bev_lightning.objectives.set_prediction import SetPredictionObjective
 from bev_lightning.structures import Batch, Boxes3D, Cameras
 
 
@@ -91,7 +91,7 @@ def test_toy_pads_and_trains_in_bfloat16() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         predictions = network(batch)
     assert predictions.heatmap is not None and predictions.denoising is not None
-    terms = SetPredictionObjective()(predictions, targets)
+    terms = SetPredictionLoss()(predictions, targets)
     assert all(term.dtype == torch.float32 for term in terms.values())
     torch.stack(list(terms.values())).sum().backward()
     for name, parameter in network.named_parameters():

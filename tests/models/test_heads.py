@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
-from bev_lightning.models.box_choice import BoxChoice
 from bev_lightning.models.heads import CentreHead, TransFusionHead
+from bev_lightning.models.selection import BoxSelection
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.predictions import HeatmapPredictions, TransFusionPredictions
 
@@ -211,20 +211,20 @@ def some_boxes() -> Boxes3D:
 @pytest.mark.parametrize(
     ("choice", "kept"),
     [
-        (BoxChoice(), [True, True, True, True]),
-        (BoxChoice(score_threshold=0.2), [True, False, True, False]),
-        (BoxChoice(range_m=(0, 0, -1, 10, 14, 1)), [True, True, True, True]),  # bounds included
-        (BoxChoice(range_m=(0.1, 0, -1, 10, 13.9, 1)), [False, True, True, False]),
-        (BoxChoice(range_m=(0, 0, -0.9, 10, 14, 1)), [True, True, True, False]),
-        (BoxChoice(circle_radius_m=0.5), [True, False, True, True]),
-        (BoxChoice(circle_radius_m=5.0), [True, False, True, True]),  # other classes stay
-        (BoxChoice(circle_radius_m=5.0, circle_classes=(0, 1)), [True, True, True, True]),
-        (BoxChoice(most_overlap=0.5), [True, False, True, True]),  # 1.5 / 2.5 of 4 m x 2 m boxes
-        (BoxChoice(most_overlap=0.65), [True, True, True, True]),
-        (BoxChoice(score_threshold=0.4, circle_radius_m=5.0), [True, False, False, False]),
+        (BoxSelection(), [True, True, True, True]),
+        (BoxSelection(score_threshold=0.2), [True, False, True, False]),
+        (BoxSelection(range_m=(0, 0, -1, 10, 14, 1)), [True, True, True, True]),  # bounds included
+        (BoxSelection(range_m=(0.1, 0, -1, 10, 13.9, 1)), [False, True, True, False]),
+        (BoxSelection(range_m=(0, 0, -0.9, 10, 14, 1)), [True, True, True, False]),
+        (BoxSelection(circle_radius_m=0.5), [True, False, True, True]),
+        (BoxSelection(circle_radius_m=5.0), [True, False, True, True]),  # other classes stay
+        (BoxSelection(circle_radius_m=5.0, circle_classes=(0, 1)), [True, True, True, True]),
+        (BoxSelection(most_overlap=0.5), [True, False, True, True]),  # 1.5 / 2.5 of 4 m x 2 m boxes
+        (BoxSelection(most_overlap=0.65), [True, True, True, True]),
+        (BoxSelection(score_threshold=0.4, circle_radius_m=5.0), [True, False, False, False]),
     ],
 )
-def test_choice_of_boxes(choice: BoxChoice, kept: list[bool]) -> None:
+def test_choice_of_boxes(choice: BoxSelection, kept: list[bool]) -> None:
     assert choice(some_boxes()).valid[0].tolist() == kept
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bev_lightning.data.stream import SceneSchedule
+from bev_lightning.data.samplers import SceneSampler
+from bev_lightning.losses.set_prediction import SetPredictionLoss
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.bevformer_head import BEVFormerHead
@@ -18,7 +19,6 @@ from bev_lightning.models.image import FPN, ResNet
 from bev_lightning.modules import bevformer
 from bev_lightning.modules.bevformer import BEVFormerModule
 from bev_lightning.modules.optimizer import AdamW
-from bev_lightning.objectives.set_prediction import SetPredictionObjective
 from bev_lightning.structures import Batch, BevGrid, Boxes3D, CameraInput, Cameras, Inputs
 from bev_lightning.structures.geometry import make_transform
 
@@ -53,9 +53,7 @@ def make_module(motion: str = "can_bus", history: int = 2) -> BEVFormerModule:
         if "temporal" in name:  # the previous map shall count
             torch.nn.init.normal_(parameter, std=0.5)
     inputs = Inputs(camera=CameraInput((16, 24), ("CAM_FRONT", "CAM_BACK")), history=history)
-    return BEVFormerModule(
-        network, SetPredictionObjective(), inputs, CLASSES, AdamW(lr=1e-3)
-    ).eval()
+    return BEVFormerModule(network, SetPredictionLoss(), inputs, CLASSES, AdamW(lr=1e-3)).eval()
 
 
 def make_frame(scene: str, number: int) -> Batch:
@@ -269,7 +267,7 @@ def test_processes_together_equal_one(
     tokens = [f"{scene}{number}" for scene, length in LENGTHS.items() for number in range(length)]
     shards = []
     for rank in range(world_size):
-        schedule = SceneSchedule(tuple(LENGTHS.values()), batch_size, rank, world_size)
+        schedule = SceneSampler(tuple(LENGTHS.values()), batch_size, rank, world_size)
         module = make_module()
         for step in range(len(schedule)):
             places = schedule.batch(step)

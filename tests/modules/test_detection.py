@@ -12,13 +12,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from bev_lightning.callbacks.health import FiniteLoss
-from bev_lightning.config import load
+from bev_lightning.config.program import load
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
+from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.modules.detection import DetectionModule, _portable
 from bev_lightning.modules.optimizer import AdamW
-from bev_lightning.objectives.losses import BEVFusionObjective, TransFusionObjective
 from bev_lightning.structures import Batch, BevGrid, Boxes3D, Inputs, LidarInput, Points
 
 RANGE = (-25.6, -25.6, -5.0, 25.6, 25.6, 3.0)
@@ -92,14 +92,14 @@ def make_module(head: str = "centre", **optim) -> DetectionModule:
     torch.manual_seed(0)
     model = OmegaConf.to_container(load("train", TINY).model, resolve=True)
     network = instantiate(model["network"], _convert_="all")
-    objective = instantiate(model["objective"], _convert_="all")
+    criterion = instantiate(model["loss"], _convert_="all")
     if head == "transfusion":
         network.head = TransFusionHead(
             BevGrid(RANGE, (1.6, 1.6)), 24, channels=8, num_queries=20, num_heads=2, ffn_channels=8
         )
-        objective = BEVFusionObjective(TransFusionObjective())
+        criterion = BEVFusionLoss(TransFusionLoss())
     inputs = Inputs(lidar=LidarInput(RANGE))
-    return DetectionModule(network, objective, inputs, CLASSES, AdamW(lr=1e-3, warmup=0.0, **optim))
+    return DetectionModule(network, criterion, inputs, CLASSES, AdamW(lr=1e-3, warmup=0.0, **optim))
 
 
 def fit(module: DetectionModule, batches: list[Batch], val: list[Batch] | None = None) -> Record:

@@ -7,8 +7,8 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bev_lightning.ops import attention_cpu
 from bev_lightning.ops.attention import attention
+from bev_lightning.ops.attention import cpu as attention_cpu
 from bev_lightning.ops.backend import use_reference
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bev_lightning.objectives.overlap import pairwise_iou
+from bev_lightning.losses.iou import pairwise_iou
 from bev_lightning.ops.nms import circle_nms
 from bev_lightning.ops.scatter import scatter_max, scatter_mean, scatter_sum
 from bev_lightning.ops.sparse_conv import (

@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bev_lightning.checkpointing.official_names import official_bevformer_keys
+from bev_lightning.losses.set_prediction import SetPredictionLoss
 from bev_lightning.models.attention import ImageAttention, VisibleQueries
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
 from bev_lightning.models.bevformer_head import BEVFormerHead
-from bev_lightning.models.checkpoints import official_bevformer_keys
 from bev_lightning.models.ego_motion import turn_map
-from bev_lightning.objectives.set_prediction import SetPredictionObjective
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.geometry import wrap_angle
 from bev_lightning.structures.predictions import (
@@ -311,14 +311,14 @@ class HeadCase(Case):
         super().__init__(folder, name)
         self.predictions = self.network.head(self.bev)
         self.targets = self.samples(self.rows)
-        self.objective = SetPredictionObjective(
+        self.loss = SetPredictionLoss(
             class_weight=self.config["loss_cls"]["loss_weight"],
             box_weight=self.config["loss_bbox"]["loss_weight"],
             code_weights=self.code_weights,
             skip_unknown_rows=True,
         )
-        self.assignment = self.objective.match(self.predictions, self.targets).finish()
-        self.by_class, self.by_box = self.objective.layer_terms(
+        self.assignment = self.loss.match(self.predictions, self.targets).finish()
+        self.by_class, self.by_box = self.loss.layer_terms(
             self.predictions, self.targets, self.assignment
         )
         if not self.alone:
@@ -372,9 +372,9 @@ class HeadCase(Case):
             close(queries.logits[:, row : row + 1], alone.queries.logits.numpy(), 1e-4)
             close(queries.code[:, row : row + 1], alone.queries.code.numpy(), 1e-3)
             targets = self.samples([self.rows[row]])
-            assignment = self.objective.match(alone, targets).finish()
+            assignment = self.loss.match(alone, targets).finish()
             close(self.assignment.box[:, row : row + 1], assignment.box.numpy(), 0.0)
-            by_class, by_box = self.objective.layer_terms(alone, targets, assignment)
+            by_class, by_box = self.loss.layer_terms(alone, targets, assignment)
             total = total + (by_class.sum() + by_box.sum()) * targets.num
             count += targets.num
         close(total / count, self.loss("total").detach().numpy(), 1e-5, 1e-5)

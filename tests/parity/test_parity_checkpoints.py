@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from bev_lightning.checkpointing.key_map import Part, translate_to_official, translate_to_ours
+from bev_lightning.checkpointing.official_names import published_parts
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.bevfusion import BEVFusion
-from bev_lightning.models.checkpoints import published_parts
 from bev_lightning.models.image import FPN, LiftFPN, ResNet
-from bev_lightning.models.key_map import Part, translate_to_official, translate_to_ours
 from bev_lightning.models.lidar import LidarVoxelBranch, MeanVoxels
 from bev_lightning.models.lift import CameraBranch, LiftSplat
 from bev_lightning.models.sparse_encoder import SparseEncoder

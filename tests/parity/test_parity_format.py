@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bev_lightning.data.can_bus import can_bus_vectors
-from bev_lightning.data.sample import can_bus_change
-from bev_lightning.objectives.submission import to_entries
+from bev_lightning.data.nuscenes.can_bus import can_bus_vectors
+from bev_lightning.data.nuscenes.sample import can_bus_change
+from bev_lightning.metrics.submission import to_entries
 from bev_lightning.structures.boxes import Boxes3D
 from bev_lightning.structures.geometry import (
     intrinsic_to_transform,

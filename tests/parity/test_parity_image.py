@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bev_lightning.models.checkpoints import official_image_keys
+from bev_lightning.checkpointing.official_names import official_image_keys
 from bev_lightning.models.image import FPN, LiftFPN, ResNet
 from bev_lightning.models.swin import Swin
 

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from bev_lightning.checkpointing.official_names import official_lidar_keys
 from bev_lightning.models.bev import SECOND, SECONDFPN, ConvFuser
-from bev_lightning.models.checkpoints import official_lidar_keys
 from bev_lightning.models.lidar import LidarVoxelBranch, MeanVoxels
 from bev_lightning.models.sparse_encoder import SparseEncoder
 from bev_lightning.ops.voxelize import voxelize_hard

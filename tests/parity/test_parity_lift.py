@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bev_lightning.models.checkpoints import official_lift_keys
+from bev_lightning.checkpointing.official_names import official_lift_keys
 from bev_lightning.models.lift import LiftSplat, depth_map
 from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points

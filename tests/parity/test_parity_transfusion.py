@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bev_lightning.models.box_choice import BoxChoice
-from bev_lightning.models.checkpoints import official_transfusion_keys
+from bev_lightning.checkpointing.official_names import official_transfusion_keys
+from bev_lightning.losses.detection import TransFusionLoss
+from bev_lightning.losses.heatmap import gaussian_heatmap
+from bev_lightning.losses.iou import pairwise_iou
+from bev_lightning.losses.matching import TransFusionMatcher, distance_cost, focal_cost
 from bev_lightning.models.heads import TransFusionHead
-from bev_lightning.objectives.heatmap import gaussian_heatmap
-from bev_lightning.objectives.losses import TransFusionObjective
-from bev_lightning.objectives.matching import TransFusionMatcher, distance_cost, focal_cost
-from bev_lightning.objectives.overlap import pairwise_iou
+from bev_lightning.models.selection import BoxSelection
 from bev_lightning.ops.nms import circle_nms
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.geometry import wrap_angle
@@ -72,7 +72,7 @@ def make_head(
         dropout=config["dropout"],
         peak_kernel=config["nms_kernel_size"],
         height_shift=height_shift,
-        choice=BoxChoice(
+        choice=BoxSelection(
             score_threshold=coder["score_threshold"] or None,
             range_m=coder["post_center_range"],
             circle_radius_m=circle_radius_m,
@@ -81,10 +81,10 @@ def make_head(
     ).eval()
 
 
-def make_objective(config: Mapping[str, Any]) -> TransFusionObjective:
+def make_objective(config: Mapping[str, Any]) -> TransFusionLoss:
     train = config["train_cfg"]
     costs = train["assigner"]
-    return TransFusionObjective(
+    return TransFusionLoss(
         class_weight=config["loss_cls"]["loss_weight"],
         box_weight=config["loss_bbox"]["loss_weight"],
         heatmap_weight=config["loss_heatmap"]["loss_weight"],
@@ -166,13 +166,13 @@ class HeadRun:
             for b in range(bev.shape[0])
         ]
         self.targets = Boxes3D.stack(self.samples)
-        self.objective = make_objective(self.config)
-        self.assignment = self.objective.match(self.predictions, self.targets).finish()
-        self.by_class, self.by_box = self.objective.layer_terms(
+        self.loss = make_objective(self.config)
+        self.assignment = self.loss.match(self.predictions, self.targets).finish()
+        self.by_class, self.by_box = self.loss.layer_terms(
             self.predictions, self.targets, self.assignment
         )
-        self.terms = self.objective(self.predictions, self.targets)
-        sum(self.objective(self.at_stored_code(), self.targets).values()).backward()
+        self.terms = self.loss(self.predictions, self.targets)
+        sum(self.loss(self.at_stored_code(), self.targets).values()).backward()
 
     def at_stored_code(self) -> TransFusionPredictions:
         """Our predictions with the values of the stored ones and our gradient. The sizes of some
@@ -294,12 +294,12 @@ class HeadRun:
         elif kind == "cls_cost":
             logits = p.logits[layer, sample][None, None].detach()
             cost = focal_cost(logits, boxes.label[None])[0, 0]
-            close(self.objective.matcher.class_weight * cost, expected, 1e-4)
+            close(self.loss.matcher.class_weight * cost, expected, 1e-4)
         elif kind == "reg_cost":
             cost = distance_cost(footprints[None, None, :, :2], wanted[None, :, :2], codec.grid)[
                 0, 0
             ]
-            close(self.objective.matcher.distance_weight * cost, expected, 1e-4)
+            close(self.loss.matcher.distance_weight * cost, expected, 1e-4)
         else:
             close(self.assignment.box[layer, sample] + 1, expected, 0.0)
 

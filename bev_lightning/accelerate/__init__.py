@@ -1,1 +1,0 @@
-"""What the hardware is and how the work is spread over it."""

@@ -1,1 +1,0 @@
-"""What ``python -m bev_lightning.bench`` measures, one file a bench."""

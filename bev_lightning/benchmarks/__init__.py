@@ -1,0 +1,1 @@
+"""Benchmarks of ``python -m bev_lightning.bench``, one file each."""

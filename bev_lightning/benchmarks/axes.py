@@ -1,0 +1,113 @@
+"""Short trainings with every combination of the axes, each in a fresh process."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from bev_lightning.benchmarks.report import Row, with_ratios
+from bev_lightning.config.auto_batch import with_values
+from bev_lightning.hardware.machine import Machine, detect_machine
+
+
+def measure_axes(
+    cfg: DictConfig, axes: Mapping[str, Any], steps: int
+) -> tuple[list[Row], list[str]]:
+    """Rows for the product of the axes; the first combination is the baseline.
+
+    Args:
+        cfg: of the bench: what is not an axis is trained as it says.
+        axes: values of groups or keys; ``auto`` for precision: what the machine is made for.
+        steps: optimizer steps of each training, the first of which is not timed.
+    """
+    values = {
+        axis: choose_precisions(detect_machine()) if given == "auto" else [str(v) for v in given]
+        for axis, given in axes.items()
+    }
+    combinations = [
+        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
+    ]
+    return _measure(cfg, combinations, steps)
+
+
+def measure_scaling(cfg: DictConfig, num_processes: Any, steps: int) -> tuple[list[Row], list[str]]:
+    """Rows for 1, 2, ... processes of this machine; the first is the baseline.
+
+    Args:
+        num_processes: numbers, or ``auto`` for all up to the machine's cards, or its cores.
+    """
+    if num_processes == "auto":
+        machine = detect_machine()
+        num_processes = range(1, (machine.num_cuda_devices or machine.num_cpus) + 1)
+    rows, notes = _measure(cfg, [{"hardware.devices": str(n)} for n in num_processes], steps)
+    return rows, [*notes, "A ratio of n with n processes would be perfect scaling."]
+
+
+def choose_precisions(machine: Machine) -> list[str]:
+    """Precisions that the machine is made for."""
+    capability = machine.capability
+    if capability is None:
+        return ["32"]
+    found = ["32", "16"] + ["bf16"] * (capability >= 8.0) + ["fp8"] * (capability >= 8.9)
+    return found
+
+
+def _measure(
+    cfg: DictConfig, combinations: Sequence[dict[str, str]], steps: int
+) -> tuple[list[Row], list[str]]:
+    run = Path(cfg.paths.run)
+    given = json.loads((run / "run.json").read_text())["overrides"]
+    words = [word for word in given if word.lstrip("+").split("=")[0].split(".")[0] != "bench"]
+    rows = []
+    for number, combination in enumerate(tqdm(combinations, "training", leave=False)):
+        rows.append(_train(words, combination, steps, run / "rows" / str(number)))
+    note = (
+        f"{steps} optimizer steps each. ms: of one sample, all processes together, on the wall; "
+        "loss: of the last micro-step; peak_mib: of the first process, on a CPU with the program."
+    )
+    return with_ratios(rows), [note]
+
+
+def _train(words: Sequence[str], combination: dict[str, str], steps: int, folder: Path) -> Row:
+    values = {
+        **combination,
+        "trainer.max_steps": str(steps),
+        "trainer.max_epochs": "-1",
+        "trainer.val_check_interval": str(steps),
+        "trainer.limit_val_batches": "0",
+        "trainer.enable_progress_bar": "false",
+        "hydra.run.dir": str(folder),
+    }
+    command = [sys.executable, "-m", "bev_lightning.train", *with_values(words, values)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    name = " ".join(f"{key}={value}" for key, value in combination.items())
+    try:
+        score = json.loads((folder / "score.json").read_text())
+    except (OSError, ValueError):
+        score = {"status": "refused"}
+    if score["status"] != "finished":
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        told = last.removeprefix("bev_lightning.train: ")
+        return Row(name, more={"outcome": f"{score['status']}: {told}"})
+    speed = score["samples_per_s"]
+    return Row(
+        name,
+        ms=1e3 / speed if speed else None,
+        samples_per_s=speed,
+        peak_mib=score["peak_mib"],
+        more={
+            "cpu_ms_per_sample": score["cpu_ms_per_sample"],
+            "effective_batch": score["effective_batch"],
+            "loss": score["loss"],
+            "skipped_steps": score["skipped_steps"],
+            "outcome": "finished",
+        },
+    )

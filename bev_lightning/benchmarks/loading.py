@@ -1,0 +1,324 @@
+"""``bench=loading``: what a batch costs on each rung of the ladder of loaders, and its parts.
+
+Each rung runs as in a training, with its worker processes; the consumer drops what it gets. The CPU
+time is that of all processes together, taken while the loader is at work, so that its start does
+not count. All rungs take turns.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from omegaconf import DictConfig
+from torch.utils.data import DataLoader, Dataset
+
+from bev_lightning.benchmarks.random_sensor_files import make_recordings
+from bev_lightning.benchmarks.report import Row, with_ratios
+from bev_lightning.benchmarks.timing import time_all
+from bev_lightning.data.loaders.decode import normalise, read_image_into, read_points_into
+from bev_lightning.data.loaders.image_cache import open_image_cache
+from bev_lightning.data.loaders.protocol import Loader
+from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
+from bev_lightning.data.loaders.torch import TorchLoader, normalise_images, read_image, read_points
+from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerPool
+from bev_lightning.data.samplers import TrainSampler
+from bev_lightning.data.samples.frame import FrameSource
+from bev_lightning.data.transforms.augment import Augment
+from bev_lightning.runtime.build import build_data
+from bev_lightning.structures import CameraInput, Inputs, LidarInput
+
+_INPUTS = Inputs(
+    CameraInput((256, 704)), LidarInput((-54.0, -54.0, -5.0, 54.0, 54.0, 3.0), sweeps=9)
+)
+
+
+def measure_loading(
+    cfg: DictConfig,
+    repeats: int,
+    batch_size: int,
+    num_batches: int,
+    num_samples: int,
+    num_workers: int,
+) -> tuple[list[Row], list[str]]:
+    """Rows of the loaders, and of what a sample is made of.
+
+    Args:
+        cfg: whose ``data`` is measured where it names a data set on disk; else files are made.
+        repeats: of which medians are told.
+        batch_size: samples.
+        num_batches: timed in each repeat.
+        num_samples: that are made.
+        num_workers: processes of each loader.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if cfg.data.synthetic is None:
+            data = build_data(cfg)
+            data.setup("fit")
+            data.train_dataloader()
+            assert data.stream is not None
+            frames, told = data.stream.frames, str(cfg.data.root)
+        else:
+            assert _INPUTS.camera is not None and _INPUTS.lidar is not None
+            recordings = make_recordings(
+                Path(folder), num_samples, _INPUTS.camera.channels, _INPUTS.lidar.sweeps
+            )
+            frames = FrameSource(
+                recordings,  # type: ignore[arg-type]
+                list(recordings.samples),
+                _INPUTS,
+                ("car",),
+                Augment(),
+            )
+            sizes = [p.stat().st_size for p in Path(folder).glob("*.jpg")]
+            told = f"{num_samples} samples of own making, JPEGs of {sum(sizes) / len(sizes):.0f} B"
+        parts, floor_ms = _measure_parts(frames, repeats)
+        rungs = _measure_rungs(frames, repeats, batch_size, num_batches, num_workers, floor_ms)
+        rows = [*rungs, *parts, *_measure_transport(frames, repeats)]
+    notes = [
+        f"Loaders: ms of a batch of {batch_size} from {num_workers} worker processes, cpu_ms of a ",
+        "floor_share: CPU time of the reduced JPEG decode and the file reads alone / this.",
+        "difference: from the plain loader's images, mean, of 255.",
+    ]
+    notes[0] += f"sample, all processes together; peak_mib of all of them. Data: {told}."
+    return with_ratios(rows), notes
+
+
+@dataclass
+class _Taken:
+    wall_ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    peak_mib: list[float] = field(default_factory=list)
+
+
+def _measure_rungs(
+    frames: FrameSource,
+    repeats: int,
+    batch_size: int,
+    num_batches: int,
+    num_workers: int,
+    floor_ms: float,
+) -> list[Row]:
+    from bev_lightning.data.loaders.dali import DaliLoader
+
+    rungs: dict[str, Loader] = {
+        "torch": TorchLoader(num_workers),
+        "dali": DaliLoader(num_workers),
+        "dali_prefetch": DaliLoader(num_workers, image_queue=8, cloud_queue=4),
+        "zero_copy": SharedMemoryLoader(num_workers),
+        "zero_copy, full_decode": SharedMemoryLoader(num_workers, full_decode=True),
+        "zero_copy, cache=ram": SharedMemoryLoader(num_workers),
+    }
+    cached = frames.with_tokens(frames.tokens)
+    limit_gib = 0.01 * len(frames) + 0.01
+    cached.image_cache = open_image_cache("ram", limit_gib, "", cached, rungs["zero_copy"])
+    sampler = TrainSampler(len(frames), batch_size)
+    for _ in rungs["zero_copy, cache=ram"].open(cached, sampler, 0, len(sampler)):
+        pass
+    taken = {name: _Taken() for name in rungs}
+    for repeat in range(repeats):
+        for name, loader in rungs.items():
+            source = cached if "cache" in name else frames
+            _run(loader, source, sampler, repeat, num_batches, taken[name])
+    rows = []
+    for name, one in taken.items():
+        ms, cpu_ms = statistics.median(one.wall_ms), statistics.median(one.cpu_ms) / batch_size
+        more: dict[str, float | str | None] = {"floor_share": floor_ms / cpu_ms}
+        if torch.cuda.is_available():
+            more["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        lookups = getattr(rungs[name], "cache_lookups", 0)
+        if lookups:
+            more["cache_hit_rate"] = rungs[name].cache_hits / lookups  # type: ignore[attr-defined]
+        rows.append(
+            Row(
+                name,
+                "loader",
+                ms,
+                cpu_ms,
+                1e3 * batch_size / ms,
+                max(one.peak_mib),
+                more=more,
+            )
+        )
+    return rows
+
+
+def _run(
+    loader: Loader,
+    frames: FrameSource,
+    sampler: TrainSampler,
+    repeat: int,
+    num_batches: int,
+    taken: _Taken,
+) -> None:
+    """Take the time of some batches in the midst of an endless run."""
+    start = repeat * num_batches
+    batches = loader.open(frames, sampler, start, start + 1000)
+    try:
+        for _ in range(2):
+            next(batches)
+        wall, cpu = time.perf_counter(), _cpu_s()
+        for _ in range(num_batches):
+            next(batches)
+        taken.wall_ms.append((time.perf_counter() - wall) * 1e3 / num_batches)
+        taken.cpu_ms.append((_cpu_s() - cpu) * 1e3 / num_batches)
+        taken.peak_mib.append(_memory_mib())
+    finally:
+        batches.close()  # type: ignore[attr-defined]
+
+
+def _measure_parts(frames: FrameSource, repeats: int) -> tuple[list[Row], float]:
+    """One sample's images and clouds in this process, and the floor of both [ms]."""
+    threads, cv2_threads = torch.get_num_threads(), cv2.getNumThreads()
+    torch.set_num_threads(1)
+    cv2.setNumThreads(1)
+    frame, inputs = frames.frame(0, 0), frames.inputs
+    rows, floor_ms = [], 0.0
+    if inputs.camera is not None:
+        camera, sources = inputs.camera, frame.images
+        out = np.empty((len(sources), *camera.size, 3), np.uint8)
+
+        def read_fast(full: bool) -> torch.Tensor:
+            for source, image in zip(sources, out, strict=True):
+                read_image_into(source, image, full)
+            return normalise(torch.from_numpy(out), camera)
+
+        def decode() -> None:
+            for source in sources:
+                flags = cv2.IMREAD_REDUCED_COLOR_2 | cv2.IMREAD_IGNORE_ORIENTATION
+                cv2.imdecode(np.frombuffer(source.path.read_bytes(), np.uint8), flags)
+
+        ways: dict[str, Callable[[], object]] = {
+            "PIL, numpy": lambda: normalise_images(
+                np.stack([read_image(source) for source in sources]), camera
+            ),
+            "one map, full decode": lambda: read_fast(True),
+            "one map": lambda: read_fast(False),
+            "floor: read and decode": decode,
+        }
+        plain = np.stack([read_image(source) for source in sources]).astype(np.float32)
+        rows += _time_parts(f"images of {len(sources)} cameras", ways, repeats)
+        for row, full in ((rows[1], True), (rows[2], False)):
+            read_fast(full)
+            row.more["difference"] = float(np.abs(out - plain).mean())
+        floor_ms += rows[-1].cpu_ms or 0.0
+    if inputs.lidar is not None:
+        lidar, cloud = inputs.lidar, np.empty((inputs.lidar.max_points, 5), np.float32)
+        ways = {
+            "numpy": lambda: read_points(frame.lidar, lidar),
+            "one pass": lambda: read_points_into(frame.lidar, lidar, cloud),
+            "floor: read": lambda: [source.path.read_bytes() for source in frame.lidar],
+        }
+        rows += _time_parts(f"{len(frame.lidar)} lidar sweeps", ways, repeats)
+        floor_ms += rows[-1].cpu_ms or 0.0
+    torch.set_num_threads(threads)
+    cv2.setNumThreads(cv2_threads)
+    return rows, floor_ms
+
+
+def _time_parts(group: str, ways: dict[str, Callable[[], object]], repeats: int) -> list[Row]:
+    timings = time_all(ways, repeats)
+    return [Row(name, group, time.ms, time.cpu_ms) for name, time in timings.items()]
+
+
+class _Tensors(Dataset[torch.Tensor]):
+    """Copies of a tensor, as if they were made from files."""
+
+    def __init__(self, tensor: torch.Tensor, num: int) -> None:
+        self.tensor = tensor
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self.tensor.clone()
+
+
+def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list[Row]:
+    """A sample's images from a worker to this process, without reading them."""
+    if frames.inputs.camera is None:
+        return []
+    height, width = frames.inputs.camera.size
+    pixels = np.zeros((len(frames.inputs.camera.channels), height, width, 3), np.uint8)
+    floats = torch.zeros(1, pixels.shape[0], 3, height, width)
+
+    def load(tensor: torch.Tensor) -> Iterator[Any]:
+        return iter(DataLoader(_Tensors(tensor, 2 * num), batch_size=None, num_workers=1))
+
+    def pass_slots() -> Iterator[Any]:
+        pool = SlotPool(4, pixels.nbytes)
+        workers = WorkerPool(partial(_fill, pool, pixels), range(2 * num), 1, pool)
+        try:
+            for slot, _ in workers:
+                yield pool.memory(slot)
+                pool.release(slot)
+        finally:
+            workers.close()
+
+    ways: dict[str, Callable[[], Iterator[Any]]] = {
+        "DataLoader, float32": lambda: load(floats),
+        "DataLoader, uint8": lambda: load(torch.from_numpy(pixels)),
+        "slot, uint8": pass_slots,
+    }
+    taken = {name: _Taken() for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            items = way()
+            for _ in range(8):
+                next(items)
+            wall, cpu = time.perf_counter(), _cpu_s()
+            for _ in range(num):
+                next(items)
+            taken[name].wall_ms.append((time.perf_counter() - wall) * 1e3 / num)
+            taken[name].cpu_ms.append((_cpu_s() - cpu) * 1e3 / num)
+            del items
+    return [
+        Row(
+            name,
+            "worker to main process",
+            statistics.median(one.wall_ms),
+            statistics.median(one.cpu_ms),
+        )
+        for name, one in taken.items()
+    ]
+
+
+def _fill(pool: SlotPool, pixels: np.ndarray, job: int, slot: int) -> None:
+    pool.memory(slot)[: pixels.nbytes] = pixels.reshape(-1)
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and its children [s]; of a living process in nanoseconds where the
+    kernel tells."""
+    total = 0.0
+    for process in _processes():
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            total += int((thread / "schedstat").read_text().split()[0]) * 1e-9
+    return total
+
+
+def _memory_mib() -> float:
+    """Of this process and its children; shared memory counts once."""
+    total = 0
+    for process in _processes():
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1])
+    return total / 1024
+
+
+def _processes() -> list[int]:
+    found = [os.getpid()]
+    for process in found:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            found += [int(pid) for pid in (thread / "children").read_text().split()]
+    return found

@@ -1,0 +1,186 @@
+"""``bench=prepare``: tables to index, against the devkit's load and a loop over its samples."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from bev_lightning.benchmarks.random_tables import (
+    TRAINVAL_SAMPLES,
+    TRAINVAL_SCENES,
+    VERSION,
+    write_tables,
+)
+from bev_lightning.benchmarks.report import Row, with_ratios
+from bev_lightning.errors import InputError
+
+_PREAMBLE = """
+import json, resource, sys, time
+def usage():
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    theirs = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = own.ru_utime + own.ru_stime + theirs.ru_utime + theirs.ru_stime
+    return {"cpu_s": cpu, "own_mib": own.ru_maxrss / 1024}
+root, version, cache, number = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+began = time.perf_counter()
+"""
+_CONVERT = """
+from bev_lightning.data.nuscenes.index import build_index
+index = build_index(root, version, cache, number)
+print(json.dumps({"s": time.perf_counter() - began, "path": str(index.path), **usage()}))
+"""
+_OPEN = """
+from pathlib import Path
+from bev_lightning.data.nuscenes.index import Index
+began, cpu = time.perf_counter(), time.process_time()
+index = Index(Path(cache), Path(root))
+opened, opened_cpu = time.perf_counter(), time.process_time()
+for token in index.tokens[:number]:
+    index.sample(token)
+print(json.dumps({
+    "open_s": opened - began, "open_cpu_s": opened_cpu - cpu,
+    "sample_s": (time.perf_counter() - opened) / number,
+    "sample_cpu_s": (time.process_time() - opened_cpu) / number, **usage(),
+}))
+"""
+# As conversions do it: boxes and cameras through get_sample_data, sweeps back in time, velocities.
+_DEVKIT = """
+from nuscenes import NuScenes
+imported, base = time.perf_counter(), usage()
+devkit = NuScenes(version, root, verbose=False)
+loaded, load_cpu = time.perf_counter(), usage()["cpu_s"]
+for sample in devkit.sample[:number]:
+    for channel, token in sample["data"].items():
+        if not channel.startswith("RADAR"):
+            devkit.get_sample_data(token)
+        record = devkit.get("sample_data", token)
+        for _ in range(0 if channel.startswith("CAM") else 10):
+            if not record["prev"]:
+                break
+            record = devkit.get("sample_data", record["prev"])
+            devkit.get("ego_pose", record["ego_pose_token"])
+            devkit.get("calibrated_sensor", record["calibrated_sensor_token"])
+    for token in sample["anns"]:
+        devkit.box_velocity(token)
+done = usage()
+print(json.dumps({
+    "import_s": imported - began, "import_cpu_s": base["cpu_s"],
+    "load_s": loaded - imported, "load_cpu_s": load_cpu - base["cpu_s"],
+    "loop_s": time.perf_counter() - loaded, "loop_cpu_s": done["cpu_s"] - load_cpu,
+    "import_mib": base["own_mib"], "load_mib": done["own_mib"] - base["own_mib"],
+}))
+"""
+
+
+def run(
+    cfg: DictConfig, scale: float, num_workers: int, devkit_scale: float, devkit_samples: int
+) -> tuple[list[Row], list[str]]:
+    """Make tables, convert them in a fresh process, and let the devkit read a part.
+
+    Args:
+        cfg: the run's configuration.
+        scale: size of the tables; 1 is v1.0-trainval.
+        num_workers: processes of ours; the devkit has one.
+        devkit_scale: size of the devkit's tables, at most ``scale``; its times are scaled up.
+        devkit_samples: that its loop goes over; scaled up.
+    """
+    from nuscenes.utils.splits import train, val
+
+    names = sorted([*train, *val])
+    with tempfile.TemporaryDirectory(dir=cfg.paths.run) as folder:
+        root, cache = Path(folder) / "tables", Path(folder) / "cache"
+        counts = _make(root, names, scale)
+        ours = _measure(_CONVERT, root, cache, num_workers)
+        index = Path(ours["path"])
+        opened = _measure(_OPEN, root, index, min(200, counts["sample"]))
+        index_mib = index.stat().st_size / 2**20
+        part, num = root, counts["sample"]
+        if devkit_scale < scale:
+            part = Path(folder) / "part"
+            num = _make(part, names, devkit_scale)["sample"]
+        looped = min(devkit_samples, num)
+        devkit = _measure(_DEVKIT, part, cache, looped)
+    larger, longer = counts["sample"] / num, counts["sample"] / looped
+    load_ms = 1e3 * (devkit["import_s"] + devkit["load_s"] * larger)
+    load_cpu_ms = 1e3 * (devkit["import_cpu_s"] + devkit["load_cpu_s"] * larger)
+    peak_mib = devkit["import_mib"] + devkit["load_mib"] * larger
+    rows = [
+        Row(
+            "devkit: load and loop",
+            "convert",
+            ms=load_ms + 1e3 * devkit["loop_s"] * longer,
+            cpu_ms=load_cpu_ms + 1e3 * devkit["loop_cpu_s"] * longer,
+            peak_mib=peak_mib,
+        ),
+        Row("devkit: load alone", "convert", load_ms, load_cpu_ms, peak_mib=peak_mib),
+        Row(
+            f"index, {num_workers} processes",
+            "convert",
+            ms=1e3 * ours["s"],
+            cpu_ms=1e3 * ours["cpu_s"],
+            peak_mib=ours["own_mib"] + ours["workers_mib"],
+            more={"index_mib": index_mib},
+        ),
+        Row("open the index", "read", 1e3 * opened["open_s"], 1e3 * opened["open_cpu_s"]),
+        Row("decode a sample", "read", 1e3 * opened["sample_s"], 1e3 * opened["sample_cpu_s"]),
+    ]
+    rows = with_ratios(rows[:3]) + rows[3:]
+    made = ", ".join(f"{num} {table}" for table, num in counts.items())
+    tables = (
+        f"Tables made for it (scale={scale:g}): {made}; no sensor file. Each line is a fresh "
+        f"process with its imports."
+    )
+    scaled = (
+        f"The devkit loaded tables of {num} samples and looped over {looped} of them: its times "
+        f"are scaled by {larger:.3g} and {longer:.3g} and its memory by {larger:.3g}, its imports "
+        f"not at all."
+    )
+    peak = (
+        "Our peak_mib is the main process's peak and the most that the peaks of workers alive "
+        "together came to, mapped file pages included."
+    )
+    return rows, [tables, scaled, peak]
+
+
+def _make(root: Path, names: list[str], scale: float) -> dict[str, int]:
+    num_scenes = min(len(names), max(1, round(TRAINVAL_SCENES * scale)))
+    return write_tables(root, names[:num_scenes], max(1, round(TRAINVAL_SAMPLES * scale)))
+
+
+def _measure(script: str, *arguments: object) -> dict[str, Any]:
+    """What a fresh process says of itself in its last line, and the memory of its workers."""
+    root, cache, number = arguments
+    command = [sys.executable, "-c", _PREAMBLE + script]
+    command += [str(root), VERSION, str(cache), str(number)]
+    workers_mib = 0.0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        # The kernel keeps a peak for each process, but tells a parent the largest child's alone,
+        # and counts what was forked before another program took its place.
+        while process.poll() is None:
+            workers_mib = max(workers_mib, sum(_worker_peaks(process.pid)))
+            time.sleep(0.1)
+        assert process.stdout is not None
+        said = process.stdout.read()
+    if process.returncode:
+        raise InputError(f"a measured process ended with {process.returncode}: see its error above")
+    result: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return {**result, "workers_mib": workers_mib}
+
+
+def _worker_peaks(parent: int) -> list[float]:
+    """Peak resident memory [MiB] of each living process that multiprocessing started; none where
+    there is no /proc."""
+    peaks = []
+    for task in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(OSError, IndexError):  # it may end at any time
+            for child in task.read_text().split():
+                if b"multiprocessing" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    status = Path(f"/proc/{child}/status").read_text()
+                    peaks.append(int(status.split("VmHWM:")[1].split()[0]) / 1024)
+    return peaks

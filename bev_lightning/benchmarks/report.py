@@ -1,0 +1,117 @@
+"""The table that every bench leaves: bench.json, bench.md and bench.png."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bev_lightning.config.program import write_json
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a bench.
+
+    Attributes:
+        name: what was measured.
+        group: rows of one group are compared with the first of them, the baseline.
+        ms, cpu_ms: wall and process time of one call, batch or step [ms].
+        samples_per_s: throughput, where samples are what is counted.
+        peak_mib: memory at the worst moment [MiB].
+        ratio: baseline / this by process time, else by wall time: above 1 is better.
+        more: further columns of the bench, named with their unit.
+    """
+
+    name: str
+    group: str = ""
+    ms: float | None = None
+    cpu_ms: float | None = None
+    samples_per_s: float | None = None
+    peak_mib: float | None = None
+    ratio: float | None = None
+    more: dict[str, float | str | None] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        content = {name: value for name, value in vars(self).items() if name != "more"}
+        return {
+            name: float(f"{value:.4g}") if isinstance(value, float) else value
+            for name, value in (content | self.more).items()
+        }
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their ratio to the first row of their group."""
+    first: dict[str, Row] = {}
+    result = []
+    for row in rows:
+        baseline = first.setdefault(row.group, row)
+        key = "cpu_ms" if baseline.cpu_ms is not None and row.cpu_ms is not None else "ms"
+        was, now = getattr(baseline, key), getattr(row, key)
+        result.append(replace(row, ratio=was / now if was and now else None))
+    return result
+
+
+def write_report(
+    folder: Path, bench: str, machine: dict[str, Any], rows: Sequence[Row], notes: Sequence[str]
+) -> str:
+    """Write the three files.
+
+    Returns:
+        the table as Markdown, which is bench.md.
+    """
+    content = {
+        "bench": bench,
+        "machine": machine,
+        "rows": [row.to_json() for row in rows],
+        "notes": list(notes),
+    }
+    write_json(folder / "bench.json", content)
+    text = "\n".join([_to_markdown(rows), *(f"\n{note}" for note in notes)]) + "\n"
+    (folder / "bench.md").write_text(text)
+    _draw(folder / "bench.png", bench, rows)
+    return text
+
+
+def _to_markdown(rows: Sequence[Row]) -> str:
+    cells = [row.to_json() for row in rows]
+    columns = [
+        name
+        for name in dict.fromkeys(name for row in cells for name in row)
+        if any(row.get(name) not in (None, "") for row in cells)
+    ]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[_show(row.get(name)) for name in columns] for row in cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _draw(path: Path, bench: str, rows: Sequence[Row]) -> None:
+    """Bars of the ratios; of the times where nothing is compared."""
+    # Late, for it takes a second: matplotlib.pyplot would pick a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    compared = any(row.ratio is not None and row.ratio != 1 for row in rows)
+    values = [(row.ratio if compared else row.ms) or 0.0 for row in rows]
+    labels = [f"{row.group}: {row.name}" if row.group else row.name for row in rows]
+    figure = Figure(figsize=(9, 1.2 + 0.28 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    bars = axes.barh(labels, values, color=["#9aa5b1" if v == 1 else "#2f6fb0" for v in values])
+    axes.bar_label(bars, [f"{value:.3g}" if value else "" for value in values], padding=3)
+    axes.invert_yaxis()
+    if compared:
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        positive = [value for value in values if value > 0]
+        if max(positive) > 20 * statistics.median(positive):
+            axes.set_xscale("log")
+    axes.set_xlabel("times faster than the baseline" if compared else "ms")
+    axes.set_title(f"bench={bench}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

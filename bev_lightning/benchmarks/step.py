@@ -1,0 +1,150 @@
+"""``bench=step``: where the time of a training step goes, beside the same model on references.
+
+The steps are Lightning's own, with the precision, clipping and optimizer of the configuration. They
+take turns: every operator as it is chosen for the device, and switched to its reference. On CUDA a
+step runs once undisturbed for its time, and once with waits between its parts for theirs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from bev_lightning.benchmarks.random_batches import make_batch
+from bev_lightning.benchmarks.report import Row, with_ratios
+from bev_lightning.benchmarks.step_parts import measure_matching, measure_parts
+from bev_lightning.benchmarks.step_timer import Stopwatch
+from bev_lightning.benchmarks.timing import time_all
+from bev_lightning.errors import InputError
+from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.runtime.build import build_data, build_module, build_trainer, prepare_execution
+from bev_lightning.structures import Batch
+
+# Of the matrix product whose rate the step's is compared with; a step of warm-up for each kind.
+_MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class SameBatch:
+    """A loader that brings one batch again and again."""
+
+    batch: Batch
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.batch for _ in range(self.count))
+
+
+def measure_step(
+    cfg: DictConfig, repeats: int, source: Literal["noise", "loader"], num_boxes: int
+) -> tuple[list[Row], list[str]]:
+    """Rows of the whole step, of the parts that lift to the bird's-eye view, and of the matching.
+
+    Raises:
+        InputError: the source is unknown, or the run spans several processes.
+    """
+    if source not in ("noise", "loader"):
+        raise InputError(f"bench.source={source} is unknown; use bench.source=noise or loader")
+    if cfg.trainer.devices * cfg.trainer.num_nodes > 1:
+        raise InputError(
+            f"bench=step measures one process and hardware.devices={cfg.trainer.devices} on "
+            f"hardware.nodes={cfg.trainer.num_nodes} asks for more; use hardware.devices=1 "
+            "hardware.nodes=1"
+        )
+    cfg = _lean(cfg)
+    module = build_module(cfg)
+    prepare_execution(module, cfg)
+    on_cuda = cfg.trainer.accelerator == "gpu"
+    watch = Stopwatch(module, on_cuda)
+    num_steps = watch.num_kinds * (1 + repeats)
+    trainer = build_trainer(
+        cfg,
+        callbacks=[watch],
+        max_steps=num_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=1,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    if source == "loader":
+        trainer.fit(module, datamodule=build_data(cfg))
+    else:
+        noise = make_batch(module.inputs, len(module.classes), cfg.data.batch_size, num_boxes)
+        trainer.fit(module, SameBatch(noise.pin_memory(), num_steps))
+    batch, device = watch.batch, torch.device("cuda" if on_cuda else "cpu")
+    assert batch is not None
+    module.to(device)  # Lightning took it back to the host
+    flops = count_flops(module, batch)
+    rate = measure_matmul(device, _DTYPES.get(cfg.trainer.precision, torch.float32))
+    context = trainer.precision_plugin.forward_context
+    size = batch.size
+    rows = [
+        Row(
+            name,
+            "step",
+            ms=whole.ms,
+            cpu_ms=None if on_cuda else whole.cpu_ms,
+            samples_per_s=size / whole.ms * 1e3,
+            peak_mib=whole.peak_mib,
+            more={
+                **{f"{part}_ms": value for part, value in split.items()},
+                "tflop": flops / 1e12,
+                "mfu": flops / (whole.ms / 1e3) / rate,
+            },
+        )
+        for name, whole, split in watch.medians()
+    ]
+    rows += measure_parts(module, batch, context, repeats, on_cuda)
+    matching = measure_matching(module, batch, context, repeats)
+    if matching is not None:
+        split = watch.medians()[-1][2]
+        share = matching.ms / sum(split.values())
+        rows.append(Row("match", "matching", matching.ms, matching.cpu_ms, more={"share": share}))
+    what = (
+        f"{module.network.__class__.__name__}, {size} samples of {source}, precision "
+        f"{cfg.trainer.precision}, compile={cfg.compile}, channels_last={cfg.channels_last}; "
+        f"medians of {repeats}."
+    )
+    mfu = (
+        f"mfu: the step's {flops / 1e12:.3g} TFLOP (convolutions and matrix products, forward and "
+        f"backward) a second over the {rate / 1e12:.3g} TFLOP/s that a matrix product of this type "
+        f"and {_MATMUL_SIZE[device.type]} rows reaches here."
+    )
+    return with_ratios(rows), [what, mfu]
+
+
+def count_flops(module: DetectionModule, batch: Batch) -> float:
+    """FLOPs of convolutions, matrix products and attentions of a forward and backward pass."""
+    module.train()
+    counter = FlopCounterMode(display=False)
+    with torch.compiler.set_stance("force_eager"), counter:
+        terms: dict[str, Tensor] = module.loss(module(batch), batch.targets)  # type: ignore[arg-type]
+        torch.stack(list(terms.values())).sum().backward()
+    module.zero_grad()
+    return float(counter.get_total_flops())
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large square matrix product."""
+    size = _MATMUL_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / (time_all({"": lambda: left @ right})[""].ms / 1e3)
+
+
+def _lean(cfg: DictConfig) -> DictConfig:
+    """Without what a step does not need, so that neither it nor its packages are asked for."""
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    plain["callbacks"], plain["logger"], plain["model"]["evaluator"] = {}, {}, None
+    plain["model"]["loss_norm"] = "batch"  # of one process without accumulation there is no other
+    lean = OmegaConf.create(plain)
+    assert isinstance(lean, DictConfig)
+    return lean

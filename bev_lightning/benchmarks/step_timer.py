@@ -1,0 +1,137 @@
+"""Times the parts of Lightning's training steps."""
+
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+
+from bev_lightning.benchmarks.timing import PeakMemory
+from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.ops.backend import use_reference
+from bev_lightning.structures import Batch
+
+PARTS = ("data", "forward", "loss", "backward", "optimizer")
+
+
+@dataclass
+class Step:
+    """Medians of one kind of step.
+
+    Attributes:
+        ms, cpu_ms: on the wall and of this process's cores [ms].
+        peak_mib: memory at the worst moment [MiB].
+    """
+
+    ms: float
+    cpu_ms: float
+    peak_mib: float | None
+
+
+@dataclass
+class _Record:
+    marks: list[tuple[float, float]] = field(default_factory=list)
+    peak_mib: float | None = None
+
+
+class Stopwatch(L.Callback):
+    """Alternates the kinds of steps and takes their times.
+
+    A step begins where the one before ends, and ends when the weights are new. Its parts: ``data``,
+    the wait for the batch and its way to the device; ``forward``; ``loss``, with the matching;
+    ``backward``; ``optimizer``, with clipping.
+
+    Args:
+        module: whose criterion marks the end of the forward pass.
+        on_cuda: wait for the device at each mark of every second step.
+
+    Attributes:
+        num_kinds: steps of a turn.
+        batch: the last one, on its device.
+    """
+
+    def __init__(self, module: DetectionModule, on_cuda: bool) -> None:
+        self.on_cuda = on_cuda
+        # Reference before fast; on CUDA undisturbed before split.
+        self.kinds = [(name, split) for name in ("reference", "fast") for split in (False, True)]
+        if not on_cuda:
+            self.kinds = [kind for kind in self.kinds if kind[1]]
+        self.num_kinds = len(self.kinds)
+        self.batch: Batch | None = None
+        self._records: list[_Record] = []
+        self._switch = ExitStack()
+        self._memory = PeakMemory()
+        self._loss = module.loss
+        module.loss = self._marked  # type: ignore[assignment]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._begin()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, _: int) -> None:
+        self.batch = batch
+        self._mark()
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._mark()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._mark(last=True)
+        self._switch.close()
+        self._records[-1].peak_mib = self._memory.read()
+        self._begin()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._switch.close()
+        self._records.pop()
+        pl_module.loss = self._loss
+
+    def medians(self) -> list[tuple[str, Step, dict[str, float]]]:
+        """Name, whole step and parts [ms] of the reference and of the fast implementation."""
+        result = []
+        for name in ("reference", "fast"):
+            whole = self._of(name, split=not self.on_cuda)
+            step = Step(
+                statistics.median(_span(r, 0) for r in whole),
+                statistics.median(_span(r, 1) for r in whole),
+                max((r.peak_mib for r in whole if r.peak_mib is not None), default=None),
+            )
+            records = self._of(name, split=True)
+            parts = {
+                part: statistics.median(
+                    (r.marks[number + 1][0] - r.marks[number][0]) * 1e3 for r in records
+                )
+                for number, part in enumerate(PARTS)
+            }
+            result.append((name, step, parts))
+        return result
+
+    def _of(self, name: str, split: bool) -> list[_Record]:
+        """The records of a kind but its first, which warms up."""
+        kind = self.kinds.index((name, split))
+        return self._records[kind :: self.num_kinds][1:]
+
+    def _begin(self) -> None:
+        name, self._splits = self.kinds[len(self._records) % self.num_kinds]
+        self._records.append(_Record())
+        self._memory.reset()
+        if name == "reference":
+            self._switch.enter_context(use_reference())
+        self._mark(last=True)
+
+    def _marked(self, predictions: Any, targets: Any) -> Any:
+        self._mark()
+        terms = self._loss(predictions, targets)
+        self._mark()
+        return terms
+
+    def _mark(self, last: bool = False) -> None:
+        if self.on_cuda and (last or self._splits):
+            torch.cuda.synchronize()
+        self._records[-1].marks.append((time.perf_counter(), time.process_time()))
+
+
+def _span(record: _Record, clock: int) -> float:
+    return (record.marks[-1][clock] - record.marks[0][clock]) * 1e3

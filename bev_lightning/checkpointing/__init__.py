@@ -1,0 +1,1 @@
+"""Reads weights: own checkpoints, published detectors and pretrained backbones."""

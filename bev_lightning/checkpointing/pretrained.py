@@ -1,0 +1,131 @@
+"""Backbones that start from published image models."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from bev_lightning.checkpointing.official_names import official_image_keys
+from bev_lightning.checkpointing.weights import read_state
+from bev_lightning.errors import InputError
+from bev_lightning.models.image import ResNet
+from bev_lightning.models.swin import Swin
+
+_TIMM_SWIN = (
+    (r"^patch_embed\.proj\.", "patch_embed."),
+    (r"^patch_embed\.norm\.", "patch_norm."),
+    (r"^layers\.(\d+)\.blocks\.", r"stages.\1."),
+    (r"\.attn\.", ".attention."),
+    (r"\.mlp\.fc1\.", ".mlp.0."),
+    (r"\.mlp\.fc2\.", ".mlp.2."),
+)
+_TORCHVISION_SWIN = (
+    (r"^features\.0\.0\.", "patch_embed."),
+    (r"^features\.0\.2\.", "patch_norm."),
+    (r"\.attn\.", ".attention."),
+    (r"\.mlp\.3\.", ".mlp.2."),
+)
+
+
+def load_backbone(backbone: nn.Module, source: str) -> list[str]:
+    """Fill a :class:`ResNet` or :class:`Swin` with published weights of an image model.
+
+    Args:
+        source: a .pth or .safetensors file with the names of torchvision, timm, mmdetection or the
+            original Swin code (``backbone.`` or the like in front of them is no matter); or one of
+            torchvision's own, such as ``ResNet50_Weights.IMAGENET1K_V2`` or
+            ``Swin_T_Weights.IMAGENET1K_V1``, which torchvision downloads unless its cache holds it.
+
+    Returns:
+        Names that the source lacks and that stay fresh: the norms of Swin's outputs, the offsets of
+        deformable convolutions.
+
+    Raises:
+        InputError: the source cannot be read, or is of another backbone.
+    """
+    state = _translate(backbone, _read(source))
+    own = backbone.state_dict()
+    reshaped = [name for name in state if name in own and state[name].shape != own[name].shape]
+    fresh = [
+        name
+        for name, value in own.items()
+        if name not in state and not name.endswith("num_batches_tracked")
+    ]
+    wrong = [name for name in fresh if not name.startswith("norms.") and "conv_offset" not in name]
+    if reshaped or wrong:
+        raise InputError(
+            f"pretrained={source} is of another backbone: it lacks {len(wrong)} of "
+            f"{len(own)} weights and has {len(reshaped)} of another shape, such as "
+            f"{(wrong + reshaped)[0]}; give weights of the same depth and width"
+        )
+    backbone.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
+    return fresh
+
+
+def _read(source: str) -> dict[str, Tensor]:
+    if Path(source).is_file():
+        return read_state(source)
+    from torchvision.models import get_weight
+
+    try:
+        weights = get_weight(source)
+    except (ValueError, AttributeError, KeyError):
+        raise InputError(
+            f"pretrained={source} is neither a file nor one of torchvision's weights; give a path, "
+            "or a name such as ResNet50_Weights.IMAGENET1K_V2"
+        ) from None
+    state: dict[str, Tensor] = dict(weights.get_state_dict(progress=True, check_hash=True))
+    return state
+
+
+def _translate(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if isinstance(backbone, ResNet):
+        # torchvision's names are timm's and mmdetection's too.
+        return official_image_keys(state, _prefix(state, "conv1.weight"))
+    if not isinstance(backbone, Swin):
+        raise InputError(f"{type(backbone).__name__} takes no pretrained weights; set it to null")
+    if "features.0.0.weight" in state:
+        return {_torchvision_name(name): _reorder(name, value) for name, value in state.items()}
+    if any(name.endswith("patch_embed.projection.weight") for name in state):
+        return official_image_keys(state, _prefix(state, "patch_embed.projection.weight"))
+    # timm counts a merging to the stage it leads to, the original code to the one it comes from.
+    first = 1 if any(re.match(r"layers\.3\.downsample\.", name) for name in state) else 0
+    return {_timm_name(name, first): _reorder(name, value) for name, value in state.items()}
+
+
+def _prefix(state: Mapping[str, Tensor], name: str) -> str:
+    """What stands in front of a name that ends so."""
+    found = [other[: -len(name)] for other in state if other.endswith(name)]
+    return min(found, key=len, default="")
+
+
+def _torchvision_name(name: str) -> str:
+    for pattern, replacement in _TORCHVISION_SWIN:
+        name = re.sub(pattern, replacement, name)
+    if found := re.match(r"features\.(\d+)\.", name):
+        number, rest = int(found[1]), name[found.end() :]
+        name = (
+            f"stages.{number // 2}.{rest}"
+            if number % 2
+            else f"downsamples.{number // 2 - 1}.{rest}"
+        )
+    return name
+
+
+def _timm_name(name: str, first_merging: int) -> str:
+    for pattern, replacement in _TIMM_SWIN:
+        name = re.sub(pattern, replacement, name)
+    if found := re.match(r"layers\.(\d+)\.downsample\.", name):
+        name = f"downsamples.{int(found[1]) - first_merging}.{name[found.end() :]}"
+    return name
+
+
+def _reorder(name: str, value: Tensor) -> Tensor:
+    """Patch merging lists its 2x2 tokens column by column, each with all its channels, where ours
+    lists for each channel the tokens row by row."""
+    merges = re.search(r"(features\.[246]|downsample)\.(norm|reduction)\.", name)
+    if merges is None:
+        return value
+    tokens = value.unflatten(-1, (2, 2, -1))  # column, row, channel
+    return tokens.movedim(-1, -3).transpose(-1, -2).flatten(-3).contiguous()

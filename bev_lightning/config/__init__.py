@@ -1,0 +1,1 @@
+"""Composes, validates and resolves the configuration of a command."""

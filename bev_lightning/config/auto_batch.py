@@ -1,0 +1,81 @@
+"""The largest micro-step that fits: trainings of two steps, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bev_lightning.errors import InputError
+from bev_lightning.hardware.machine import BatchPlan
+
+# What a trial says anew; after two steps gradients and the optimizer's state are there.
+_TRIAL = {
+    "auto_batch": "false",
+    "trainer.accumulate_grad_batches": "1",
+    "trainer.max_steps": "2",
+    "trainer.max_epochs": "-1",
+    "trainer.val_check_interval": "2",
+    "trainer.limit_val_batches": "0",
+    "trainer.enable_progress_bar": "false",
+}
+
+
+def find_batch(words: Sequence[str], plan: BatchPlan, limit_gib: float | None = None) -> list[str]:
+    """Words for the largest micro-step that fits, with the effective batch of the plan.
+
+    Args:
+        words: of the training.
+        plan: its batch as the words have it.
+        limit_gib: memory that a process may take; None for what the device has.
+
+    Raises:
+        InputError: not even single samples fit, or a trial fails for another reason.
+    """
+    for trial in plan.split():
+        peak_mib = try_batch(words, trial)
+        fits = peak_mib is not None and (limit_gib is None or peak_mib / 1024 <= limit_gib)
+        told = "out of memory" if peak_mib is None else f"{peak_mib / 1024:.2f} GiB"
+        print(f"auto_batch: data.batch_size={trial.batch_size} takes {told}", flush=True)
+        if fits:
+            print(f"auto_batch: {trial}", flush=True)
+            return with_values(
+                words,
+                {
+                    "auto_batch": "false",
+                    "data.batch_size": str(trial.batch_size),
+                    "trainer.accumulate_grad_batches": str(trial.accumulation),
+                },
+            )
+    raise InputError(
+        "auto_batch=true finds that not even data.batch_size=1 fits into the memory; set "
+        "gradient_checkpointing=true on the model's backbone or encoder, then use precision=bf16"
+    )
+
+
+def try_batch(words: Sequence[str], plan: BatchPlan) -> float | None:
+    """Peak memory of two steps in a fresh process [MiB]; None where it ran out."""
+    with tempfile.TemporaryDirectory(prefix="auto_batch_") as folder:
+        values = {**_TRIAL, "data.batch_size": str(plan.batch_size), "hydra.run.dir": folder}
+        command = [sys.executable, "-m", "bev_lightning.train", *with_values(words, values)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            score = json.loads((Path(folder) / "score.json").read_text())
+        except (OSError, ValueError):
+            score = {}
+    if score.get("status") == "out_of_memory" or done.returncode == -9:  # the kernel's own killer
+        return None
+    if done.returncode != 0 or "peak_mib" not in score:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise InputError(
+            f"auto_batch=true tried data.batch_size={plan.batch_size} and the training failed: "
+            f"{last.removeprefix('bev_lightning.train: ')}"
+        )
+    return float(score["peak_mib"])
+
+
+def with_values(words: Sequence[str], values: dict[str, str]) -> list[str]:
+    """The words with some keys said anew."""
+    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in values]
+    return [*kept, *(f"{key}={value}" for key, value in values.items())]

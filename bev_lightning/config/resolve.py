@@ -1,0 +1,99 @@
+"""What ``auto`` means on a machine."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from bev_lightning.config.compose import config_dir
+from bev_lightning.config.strategy import WHOLE, count_columns, name_strategy, resolve_strategy
+from bev_lightning.hardware.machine import BatchPlan, Machine, choose_num_workers
+
+
+def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:
+    """A new configuration without interpolations and without ``auto``; ``cfg`` stays as it was.
+
+    On a CPU precision ``auto`` is float32: bf16 and fp16 convolutions are tens of times slower.
+
+    Args:
+        cfg: composed, checked.
+        machine: where it will run.
+        run_dir: becomes ``paths.run``.
+    """
+    plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
+    assert isinstance(plain, DictConfig)
+    plain.pop("hydra", None)
+    if run_dir is not None and "paths" in plain:
+        plain.paths.run = str(run_dir)
+    if "data" in plain and isinstance(plain.data.get("root"), str):
+        plain.data.root = str(Path(plain.data.root).expanduser())
+    OmegaConf.resolve(plain)
+    on_cuda = False
+    num_local = 1
+    if "trainer" in plain:
+        on_cuda = _resolve_hardware(plain, machine)
+        num_local = int(plain.trainer.devices)
+    if plain.get("channels_last") == "auto":
+        plain.channels_last = on_cuda and name_strategy(plain) in WHOLE
+    if "loader" in plain:
+        _resolve_loader(plain, machine, on_cuda, num_local)
+        if "data" in plain and "loader" in plain.data:
+            plain.data.loader = plain.loader
+    OmegaConf.set_struct(plain, True)
+    OmegaConf.set_readonly(plain, True)
+    return plain
+
+
+def plan_batch(resolved: DictConfig) -> BatchPlan:
+    """How the samples of an optimizer step come together."""
+    return BatchPlan(
+        num_processes=count_columns(resolved),
+        batch_size=resolved.data.batch_size,
+        accumulation=resolved.trainer.accumulate_grad_batches,
+    )
+
+
+def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
+    trainer, hardware = plain.trainer, plain.hardware
+    if trainer.accelerator == "auto":
+        trainer.accelerator = "gpu" if machine.num_cuda_devices else "cpu"
+    on_cuda = bool(trainer.accelerator == "gpu")
+    if hardware.card == "auto":
+        hardware.card = machine.card if on_cuda else "cpu"
+    for key in ("memory_gib", "capability"):
+        if hardware[key] == "auto":
+            hardware[key] = getattr(machine, key) if on_cuda else None
+    if hardware.devices == "auto":
+        hardware.devices = (
+            machine.num_cuda_devices if on_cuda and trainer.strategy != "single" else 1
+        )
+    trainer.devices = hardware.devices
+    if trainer.precision == "auto":
+        bf16 = (hardware.capability or 0) >= 8.0
+        trainer.precision = ("bf16-mixed" if bf16 else "16-mixed") if on_cuda else "32-true"
+        if trainer.precision == "16-mixed":
+            plain.precision.loss_scale = "dynamic"
+    resolve_strategy(plain, on_cuda)
+    return on_cuda
+
+
+def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool, num_local: int) -> None:
+    if plain.loader["_target_"] == "auto":
+        # The card decodes for DALI; the pixels of a cache do not pass through it.
+        keeps = OmegaConf.select(plain, "data.cache", default="none") != "none"
+        choice = "dali_prefetch" if on_cuda and _has_dali() and not keeps else "zero_copy"
+        said = {key: value for key, value in plain.loader.items() if key != "_target_"}
+        plain.loader = OmegaConf.merge(
+            OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), said
+        )
+    if plain.loader.num_workers == "auto":
+        plain.loader.num_workers = choose_num_workers(machine.num_cpus, num_local, on_cuda)
+    if plain.loader.pin_memory == "auto":
+        plain.loader.pin_memory = on_cuda
+
+
+def _has_dali() -> bool:
+    try:
+        return find_spec("nvidia.dali") is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,178 @@
+"""The axis ``strategy``: what may be asked for, and the class that does it."""
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from bev_lightning.errors import InputError
+
+_NAMES = ("auto", "single", "ddp", "fsdp", "deepspeed", "pipeline", "hybrid")
+_TARGETS = {
+    "single": "lightning.pytorch.strategies.SingleDeviceStrategy",
+    "ddp": "lightning.pytorch.strategies.DDPStrategy",
+    "fsdp": "bev_lightning.parallel.fsdp.ShardedStrategy",
+    "deepspeed": "bev_lightning.parallel.deepspeed.ZeroStrategy",
+    "pipeline": "bev_lightning.parallel.hybrid.HybridStrategy",
+    "hybrid": "bev_lightning.parallel.hybrid.HybridStrategy",
+}
+_MESHES = ("pipeline", "hybrid")
+# Every process holds the whole model, as it was built.
+WHOLE = ("auto", "single", "ddp")
+
+
+def check_strategy(cfg: DictConfig) -> None:
+    """Refuse a strategy that its keys, the hardware or the precision do not allow.
+
+    Raises:
+        InputError: one sentence that names the key, the value and the mend.
+    """
+    name = name_strategy(cfg)
+    nodes, devices = _get(cfg, "hardware.nodes"), _get(cfg, "hardware.devices")
+    if name == "single" and ((isinstance(devices, int) and devices > 1) or (nodes or 1) > 1):
+        raise InputError(
+            f"strategy=single is one process but hardware.devices={devices} on "
+            f"hardware.nodes={nodes} asks for more; use strategy=ddp, or hardware.devices=1 "
+            "hardware.nodes=1"
+        )
+    if name in ("fsdp", "deepspeed"):
+        _check_shards(cfg, name)
+    if name == "deepspeed":
+        _check_deepspeed(cfg)
+    if name in _MESHES:
+        _check_mesh(cfg, name)
+
+
+def resolve_strategy(plain: DictConfig, on_cuda: bool) -> None:
+    """Put the class in place of the name, with ``auto`` resolved; the hardware is resolved."""
+    trainer, num = plain.trainer, plain.hardware.devices * plain.hardware.nodes
+    if trainer.strategy == "auto":
+        trainer.strategy = "ddp" if num > 1 else "single"
+    name = trainer.strategy
+    if name not in _TARGETS:
+        return
+    arguments: dict[str, Any] = {"_target_": _TARGETS[name]}
+    if name == "single":
+        # Lightning has no name for it that keeps the device.
+        arguments["device"] = "cuda:0" if on_cuda else "cpu"
+        trainer.strategy = arguments
+        return
+    seconds = plain.cluster.rendezvous_s
+    arguments["timeout"] = {"_target_": "datetime.timedelta", "seconds": seconds}
+    if name == "ddp":
+        # DDP sorts its buckets anew after the first backward of a start: with more than two
+        # processes a resumed training would add in another order than an undisturbed one.
+        arguments["find_unused_parameters"] = not on_cuda
+    elif name == "fsdp":
+        arguments["num_processes"] = num
+    else:
+        if plain.strategy.get("data") == "auto":
+            plain.strategy.data = max(1, num // (plain.strategy.pipeline * plain.strategy.model))
+        arguments |= plain.strategy
+    trainer.strategy = arguments
+
+
+def count_columns(cfg: DictConfig) -> int:
+    """Processes, or pipelines of them, that train on samples of their own; of a resolved
+    configuration."""
+    num = int(cfg.hardware.nodes) * int(cfg.hardware.devices)
+    return num // int(cfg.strategy.pipeline) if name_strategy(cfg) in _MESHES else num
+
+
+def name_strategy(cfg: DictConfig) -> str:
+    """The name that was chosen, also of a configuration that is resolved."""
+    strategy = _get(cfg, "trainer.strategy")
+    if isinstance(strategy, DictConfig):
+        target = strategy.get("_target_")
+        return next((name for name in reversed(_NAMES) if _TARGETS.get(name) == target), "")
+    if strategy is not None and strategy not in _NAMES:
+        raise InputError(
+            f"trainer.strategy={strategy} is unknown; use strategy={', '.join(_NAMES[:-1])} or "
+            f"{_NAMES[-1]}"
+        )
+    return str(strategy)
+
+
+def _check_shards(cfg: DictConfig, name: str) -> None:
+    precision = _get(cfg, "trainer.precision")
+    if name == "fsdp" and precision == "16-mixed":
+        raise InputError(
+            "strategy=fsdp does not scale the loss of precision=16; use precision=bf16 or "
+            "precision=32, or strategy=ddp"
+        )
+    if _get(cfg, "callbacks.ema") is not None:
+        raise InputError(
+            f"callbacks=ema averages whole weights and strategy={name} holds shares of them; use "
+            "callbacks=default, or strategy=ddp"
+        )
+
+
+def _check_deepspeed(cfg: DictConfig) -> None:
+    if _get(cfg, "trainer.accelerator") == "cpu":
+        raise InputError(
+            "strategy=deepspeed runs on CUDA devices alone; use strategy=fsdp or ddp with "
+            "hardware=cpu"
+        )
+    stage, offloads = _get(cfg, "strategy.stage"), _get(cfg, "strategy.offload_parameters")
+    if stage not in (1, 2, 3):
+        raise InputError(f"strategy.stage={stage} is unknown; set strategy.stage=1, 2 or 3")
+    if offloads and stage != 3:
+        raise InputError(
+            f"strategy.offload_parameters=true needs ZeRO stage 3 and strategy.stage={stage}; set "
+            "strategy.stage=3, or strategy.offload_parameters=false"
+        )
+
+
+def _check_mesh(cfg: DictConfig, name: str) -> None:
+    mesh = {key: _get(cfg, f"strategy.{key}") for key in ("data", "pipeline", "model")}
+    counts = {**mesh, "micro_batches": _get(cfg, "strategy.micro_batches")}
+    for key, value in counts.items():
+        auto = key == "data" and value == "auto"
+        if not auto and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(
+                f"strategy.{key}={value} must be a whole number of at least 1; set strategy.{key} "
+                "anew"
+            )
+    schedule, micro, stages = (
+        _get(cfg, "strategy.schedule"),
+        counts["micro_batches"],
+        mesh["pipeline"],
+    )
+    if schedule not in ("gpipe", "1f1b"):
+        raise InputError(
+            f"strategy.schedule={schedule} is unknown; set strategy.schedule=gpipe or 1f1b"
+        )
+    if schedule == "1f1b" and micro < stages:
+        raise InputError(
+            f"strategy.schedule=1f1b needs at least one micro-batch a stage and strategy."
+            f"micro_batches={micro} is less than strategy.pipeline={stages}; set "
+            f"strategy.micro_batches={stages} or strategy.schedule=gpipe"
+        )
+    batch = _get(cfg, "data.batch_size")
+    if _get(cfg, "verb") == "train" and isinstance(batch, int) and batch % micro:
+        raise InputError(
+            f"strategy.micro_batches={micro} does not divide data.batch_size={batch}; set "
+            f"data.batch_size={max(1, round(batch / micro)) * micro}"
+        )
+    if _get(cfg, "trainer.sync_batchnorm"):
+        raise InputError(
+            f"trainer.sync_batchnorm=true waits for all processes in every norm, of which "
+            f"strategy={name} runs each in some; set trainer.sync_batchnorm=false"
+        )
+    nodes, devices = _get(cfg, "hardware.nodes"), _get(cfg, "hardware.devices")
+    if not isinstance(devices, int):
+        return
+    size = mesh["pipeline"] * mesh["model"]
+    num = nodes * devices
+    wrong = num % size if mesh["data"] == "auto" else num != size * mesh["data"]
+    if wrong:
+        said = " x ".join(f"strategy.{key}={value}" for key, value in mesh.items())
+        raise InputError(
+            f"strategy={name} lays {said} over {num} process{'es' if num > 1 else ''} "
+            f"(hardware.nodes={nodes} x hardware.devices={devices}), which do not make up that "
+            "mesh; set the three so that their product is the number of processes, or use "
+            "strategy=auto"
+        )
+
+
+def _get(cfg: DictConfig, key: str) -> Any:
+    return OmegaConf.select(cfg, key)

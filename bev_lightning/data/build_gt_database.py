@@ -1,0 +1,175 @@
+"""Makes the ground-truth database: cuts the annotated boxes out of the training samples' points."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import torch
+
+from bev_lightning.data.atomic_files import lock, replace_file
+from bev_lightning.data.loaders.torch import read_points
+from bev_lightning.data.nuscenes.index import Index
+from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
+from bev_lightning.data.resumable_jobs import close_parts, make_parts, open_parts, read_part
+from bev_lightning.data.samples.frame import FrameSource
+from bev_lightning.data.transforms.gt_database import SCHEMA, SCHEMA_VERSION, GroundTruthDatabase
+from bev_lightning.data.transforms.gt_sampling import points_inside
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Inputs, LidarInput
+
+_SAMPLES_PER_PART = 32
+# Farther than any lidar sees: a model's range cuts what is pasted, not what is kept.
+_EVERYWHERE = (-1000.0, -1000.0, -100.0, 1000.0, 1000.0, 100.0)
+
+
+def build_ground_truth(
+    index: Index,
+    split: str,
+    lidar: LidarInput,
+    on_missing: Literal["error", "skip"] = "error",
+    num_workers: int = 0,
+    renew: bool = False,
+) -> GroundTruthDatabase:
+    """Open the database of a split, making it first where it is absent or out of date.
+
+    It lies beside the index and is keyed like it; each number of sweeps has its own. Several
+    processes may call this at once: one makes it, the others wait. It is made in parts; after a
+    kill, the parts that were finished are not made again.
+
+    Args:
+        index: of the data root.
+        split: the training split. Objects of samples that are evaluated must not be in it.
+        lidar: sweeps and least distance of the model's points.
+        on_missing: refuse samples whose files are missing or cannot be read, or leave them out.
+        num_workers: processes that read.
+        renew: make a database of another schema anew instead of refusing it.
+
+    Raises:
+        InputError: a file is missing or broken and on_missing is "error", or the file of that name
+            is of another schema or was made for another number of sweeps.
+    """
+    path = ground_truth_path(index, split, lidar)
+    tokens = index.split(split)
+    stamp = _stamp(index, tokens, lidar)
+    database = _open_current(path, stamp, lidar, renew)
+    if database is not None:
+        return database
+    with lock(path.with_suffix(".lock")) as alone:
+        database = _open_current(
+            path, stamp, lidar, renew
+        )  # another process may have made it meanwhile
+        if database is None:
+            _write(path, stamp, index, tokens, lidar, on_missing, num_workers, alone)
+            database = GroundTruthDatabase(path)
+    return database
+
+
+def ground_truth_path(index: Index, split: str, lidar: LidarInput) -> Path:
+    """Where the database of a split lies."""
+    name = index.path.stem.removesuffix("-index")
+    return index.path.with_name(f"{name}-ground-truth-{split}-{lidar.sweeps}sweeps.arrow")
+
+
+def _stamp(index: Index, tokens: Sequence[str], lidar: LidarInput) -> str:
+    parts = [index.stamp, str(lidar.sweeps), str(lidar.min_distance), *tokens]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _open_current(
+    path: Path, stamp: str, lidar: LidarInput, renew: bool
+) -> GroundTruthDatabase | None:
+    try:
+        database = GroundTruthDatabase(path)
+    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError):
+        return None  # absent, or no database: it is made anew
+    except InputError:
+        if renew:
+            return None
+        raise
+    database.check(lidar)
+    return database if database.stamp == stamp else None
+
+
+def _write(
+    path: Path,
+    stamp: str,
+    index: Index,
+    tokens: Sequence[str],
+    lidar: LidarInput,
+    on_missing: Literal["error", "skip"],
+    num_workers: int,
+    alone: bool,
+) -> None:
+    source = FrameSource(
+        index,
+        tokens,
+        Inputs(lidar=LidarInput(_EVERYWHERE, lidar.sweeps, 1 << 40, lidar.min_distance)),
+        DETECTION_CLASSES,
+        on_missing=on_missing,
+    )
+    # Which samples a part holds depends on the files that are there.
+    present = hashlib.sha256("\n".join([stamp, *source.tokens]).encode()).hexdigest()
+    folder = open_parts(path, present, alone)
+    jobs = {
+        folder / f"{start}.arrow": source.tokens[start : start + _SAMPLES_PER_PART]
+        for start in range(0, len(source), _SAMPLES_PER_PART)
+    }
+    make_parts(partial(_cut, source), jobs, num_workers, "cutting out objects")
+    notes = {
+        "schema": SCHEMA_VERSION,
+        "stamp": stamp,
+        "sweeps": lidar.sweeps,
+        "min_distance": lidar.min_distance,
+    }
+    schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
+    skipped, whole = dict(source.dropped), folder / "whole.arrow"
+    with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
+        for part in jobs:
+            batch = read_part(part)[0]
+            skipped.update(json.loads(batch.schema.metadata[b"skipped"]))
+            writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    close_parts(folder, whole, path)
+    if skipped:
+        warnings.warn(
+            f"{len(skipped)} samples gave no objects to paste because their files are missing or "
+            f"cannot be read (data.on_missing=skip), first: {next(iter(skipped.values()))}",
+            stacklevel=2,
+        )
+
+
+def _cut(whole: FrameSource, tokens: Sequence[str]) -> pa.RecordBatch:
+    """The objects of some samples; its metadata ``skipped`` are the sentences for samples that
+    cannot be read."""
+    source = whole.with_tokens(tokens)
+    columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+    skipped: dict[str, str] = {}
+    lidar = source.inputs.lidar
+    assert lidar is not None
+    for position, token in enumerate(source.tokens):
+        frame = source.frame(0, position)
+        try:
+            points = read_points(frame.lidar, lidar)
+        except InputError as error:
+            if source.on_missing == "error":
+                raise InputError(f"sample {token}: {error}") from None
+            skipped[token] = str(error)
+            continue
+        assert frame.batch.targets is not None
+        boxes = frame.batch.targets[0]
+        rows = torch.cat([boxes.centre, boxes.size, boxes.yaw[:, None], boxes.velocity], dim=1)
+        for box in range(boxes.num):
+            inside = points_inside(points, boxes, box)
+            if not len(inside):
+                continue
+            columns["sample"].append(token)
+            columns["label"].append(int(boxes.label[box]))
+            columns["box"].append(rows[box].numpy())
+            columns["num_points"].append(len(inside))
+            columns["points"].append(points[inside].reshape(-1))
+    schema = SCHEMA.with_metadata({"skipped": json.dumps(skipped)})
+    return pa.RecordBatch.from_pydict(columns, schema=schema)

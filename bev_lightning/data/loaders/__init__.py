@@ -1,0 +1,1 @@
+"""Loaders: from sensor files to batches."""

@@ -1,0 +1,238 @@
+"""Decoded images that the processes of a training share, in memory or in a file.
+
+What is kept are pixels, not the files' bytes: the operating system keeps those by itself, and the
+decode is more than half of what a sample costs. Pixels are kept as they were decoded, reduced to
+what the network can see, for augmentation maps them anew each time.
+
+A record is written once, by one process at a time, and is valid from its last byte on. There is no
+eviction: an epoch reads every image once, so the best that a full cache can do is to keep what it
+has.
+"""
+
+import fcntl
+import hashlib
+import mmap
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from bev_lightning.data.atomic_files import lock
+from bev_lightning.errors import InputError
+
+if TYPE_CHECKING:
+    from bev_lightning.data.samples.frame import FrameSource
+
+GIB = 2**30
+_VERSION = 1
+_HEADER = 4096  # bytes before the table
+_PROBES = 8
+_RECORD = np.dtype(
+    [
+        ("key", "u8"),
+        ("modified_ns", "i8"),
+        ("num_bytes", "i8"),
+        ("height", "i4"),
+        ("width", "i4"),
+        ("reduction", "i4"),
+        ("ready", "i4"),
+    ]
+)
+Stamp = tuple[int, int]
+CacheKind = Literal["none", "ram", "disk"]
+
+
+class ImageCache:
+    """Images by path and reduction. A file that changed since is not found.
+
+    Open it before the worker processes start: they share it with the process that opened it.
+
+    Attributes:
+        num_records: images that fit.
+        hits, lookups: of this process.
+    """
+
+    def __init__(
+        self, kind: Literal["ram", "disk"], limit_gib: float, record_bytes: int, folder: Path
+    ) -> None:
+        """Open or make the cache.
+
+        Args:
+            kind: ram ends with the training; disk is one file, which all trainings on this machine
+                share until it restarts.
+            limit_gib: size; memory is taken when it is filled, the disk's at once.
+            record_bytes: of the largest image to keep.
+            folder: of the file.
+
+        Raises:
+            InputError: there is no room for it, or none in it for an image.
+        """
+        record_bytes = -(-record_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.num_records = int(limit_gib * GIB - _HEADER) // (record_bytes + _RECORD.itemsize)
+        if self.num_records < 1:
+            raise InputError(
+                f"data.cache_gib={limit_gib:g} holds not one image of {record_bytes / 2**20:.1f} "
+                f"MiB; set data.cache_gib higher, or data.cache=none"
+            )
+        table_bytes = _RECORD.itemsize * self.num_records
+        start = -(-(_HEADER + table_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = start + record_bytes * self.num_records
+        self._file = _open_memory(num_bytes) if kind == "ram" else _open_file(folder, num_bytes)
+        self._memory = np.frombuffer(mmap.mmap(self._file, num_bytes), np.uint8)
+        self._table = self._memory[_HEADER : _HEADER + table_bytes].view(_RECORD)
+        self._pixels = self._memory[start:].reshape(self.num_records, record_bytes)
+        self._claim(record_bytes)
+        self.hits = self.lookups = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def find(self, path: Path, reduction: int) -> np.ndarray | None:
+        """``(H, W, 3)`` uint8 of an image, in the cache's memory; None where it is not there."""
+        self.lookups += 1
+        key = _hash(path)
+        for place in self._places(key):
+            record = self._table[place]
+            if record["key"] == key and record["ready"]:
+                stamp = int(record["modified_ns"]), int(record["num_bytes"])
+                if record["reduction"] != reduction or stamp != self.stamp(path):
+                    return None
+                self.hits += 1
+                shape = int(record["height"]), int(record["width"]), 3
+                return self._pixels[place, : shape[0] * shape[1] * 3].reshape(shape)
+        return None
+
+    def keep(self, path: Path, reduction: int, stamp: Stamp, pixels: np.ndarray) -> None:
+        """Keep an image if there is room.
+
+        Args:
+            stamp: of the file before it was read.
+            pixels: ``(H, W, 3)`` uint8.
+        """
+        key, place = _hash(path), -1
+        if pixels.nbytes > self._pixels.shape[1]:
+            return
+        for candidate in self._places(key):
+            record = self._table[candidate]
+            if record["ready"] and record["key"] == key:
+                return
+            if not record["ready"] and place < 0:
+                place = candidate
+        if place < 0:
+            return
+        try:
+            # The kernel gives the lock back when a process is killed.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+        except OSError:
+            return  # another process writes it
+        try:
+            if not self._table[place]["ready"]:
+                self._pixels[place, : pixels.nbytes] = pixels.reshape(-1)
+                values = (key, *stamp, *pixels.shape[:2], reduction, 0)
+                self._table[place] = values
+                self._table["ready"][place] = 1
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
+
+    def stamp(self, path: Path) -> Stamp | None:
+        """What tells a file from the one that replaces it; None where there is none."""
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size
+
+    def _places(self, key: int) -> list[int]:
+        return [(key + step) % self.num_records for step in range(min(_PROBES, self.num_records))]
+
+    def _claim(self, record_bytes: int) -> None:
+        """Empty what was written otherwise, or before the machine went down: of that nothing says
+        how much reached the disk."""
+        said = f"{_VERSION} {record_bytes} {_boot()}".encode()
+        head = self._memory[: len(said) + 1]
+        if head.tobytes() != said + b"\0":
+            self._table["ready"] = 0
+            head[:] = np.frombuffer(said + b"\0", np.uint8)
+
+
+def open_image_cache(
+    kind: CacheKind, limit_gib: float, folder: str | Path, frames: "FrameSource", loader: object
+) -> ImageCache | None:
+    """A cache for the images of some frames; None for those without cameras.
+
+    Args:
+        kind, limit_gib, folder: see :class:`ImageCache`.
+        frames: the first one's cameras tell the largest image.
+        loader: whether it decodes files whole.
+    """
+    if kind == "none" or frames.inputs.camera is None:
+        return None
+    largest = 0
+    for source in frames.frame(0, 0).images:
+        (height, width), network = source.original_size, source.size
+        scale = max(network[0] / height, network[1] / width)
+        scale *= 1.0 if frames.augment is None else frames.augment.image_scale[1]
+        scale *= 1.0 if source.lens is None else source.lens.zoom
+        reduction = 1 if getattr(loader, "full_decode", False) else choose_reduction(scale)
+        largest = max(largest, -(-height // reduction) * -(-width // reduction) * 3)
+    return ImageCache(kind, limit_gib, largest, Path(folder))
+
+
+def choose_reduction(scale: float) -> int:
+    """1, 2, 4 or 8: by how much a JPEG can be reduced while it is decoded, which saves most of the
+    decode, and still hold what the network sees.
+
+    A decoded pixel may be a little wider than the network's: below 1.15 all the scales from 0.5 to
+    0.57, which published augmentation draws, would need the full decode at twice the time.
+
+    Args:
+        scale: of the network's image relative to the file's.
+    """
+    return next((r for r in (8, 4, 2) if scale * r <= 1.15), 1)
+
+
+def _open_memory(num_bytes: int) -> int:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    if num_bytes > free:
+        raise InputError(
+            f"data.cache=ram with data.cache_gib={num_bytes / GIB:.3g} does not fit into the "
+            f"{free / GIB:.1f} GiB of memory that are free; set data.cache_gib lower, or "
+            f"data.cache=disk"
+        )
+    file = os.memfd_create("bev_lightning")
+    os.ftruncate(file, num_bytes)
+    return file
+
+
+def _open_file(folder: Path, num_bytes: int) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pixels.cache"
+    with lock(folder / "pixels.lock"):
+        if path.exists() and path.stat().st_size != num_bytes:
+            path.unlink()  # who has it open keeps it
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # All of it at once: a disk that is full later would kill who writes to a mapped file.
+            os.posix_fallocate(file, 0, num_bytes)
+        except OSError as error:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            raise InputError(
+                f"data.cache=disk with data.cache_gib={num_bytes / GIB:.3g} cannot be made at "
+                f"{path} ({error.strerror}); set data.cache_gib lower, or paths.cache to another "
+                f"disk"
+            ) from None
+    return file
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _hash(path: Path) -> int:
+    return int.from_bytes(hashlib.blake2b(os.fsencode(path), digest_size=8).digest(), "little")

@@ -1,0 +1,1 @@
+"""nuScenes tables, and the index built from them."""

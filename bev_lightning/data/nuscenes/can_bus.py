@@ -1,0 +1,92 @@
+"""The ego's motion: as its CAN bus measured it, or derived from its poses."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+from scipy.spatial.transform import Rotation
+
+from bev_lightning.errors import InputError
+
+_READINGS = ("accel", "rotation_rate", "vel")
+_GRAVITY = 9.81
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The pose messages of a scene.
+
+    Attributes:
+        timestamp: ``(M,)`` int64 [microseconds], as they follow each other in the file.
+        motion: ``(M, 9)`` acceleration [m/s^2], rotation rate [rad/s], velocity [m/s].
+    """
+
+    timestamp: np.ndarray
+    motion: np.ndarray
+
+
+def read_can_bus(path: Path) -> Messages | None:
+    """The messages of a file; None where it is absent or empty. Raises InputError on a broken
+    one."""
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        messages = orjson.loads(content)
+        if not messages:
+            return None
+        rows = [[value for key in _READINGS for value in message[key]] for message in messages]
+        times = [message["utime"] for message in messages]
+        motion = np.array(rows, np.float64).reshape(len(rows), 9)
+        return Messages(np.array(times, np.int64), motion)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"the CAN bus file {path} ({len(content)} bytes) cannot be read ({error!r}): "
+            f"download it again, or remove it to derive the motion from the ego poses"
+        ) from None
+
+
+def measure_motion(messages: Messages, timestamps: np.ndarray) -> np.ndarray:
+    """Motion ``(T, 9)`` at ``timestamps`` ``(T,)`` [microseconds], taken as the published BEVFormer
+    takes it: from the first message AFTER the key frame (the last one where there is none)."""
+    later = messages.timestamp[None] > timestamps[:, None]
+    rows = np.where(later.any(axis=1), later.argmax(axis=1), len(messages.timestamp) - 1)
+    return messages.motion[rows]
+
+
+def derive_motion(poses: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """What a CAN bus would read, from ego poses ``(T, 7)`` at ``times`` ``(T,)`` [s].
+
+    Returns:
+        ``(T, 9)`` acceleration with gravity [m/s^2], rotation rate [rad/s] and velocity [m/s] in
+        the ego frame (central differences; zero motion for a single frame).
+    """
+    motion = np.zeros((len(poses), 9))
+    motion[:, 2] = _GRAVITY
+    if len(poses) < 2 or (np.diff(times) <= 0).any():
+        return motion
+    rotation = _rotations(poses)
+    yaw = np.unwrap(np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0]))
+    velocity = np.gradient(poses[:, :3], times, axis=0)
+    acceleration = np.gradient(velocity, times, axis=0) + (0, 0, _GRAVITY)
+    ego_from_global = rotation.transpose(0, 2, 1)
+    motion[:, 0:3] = (ego_from_global @ acceleration[..., None])[..., 0]
+    motion[:, 5] = np.gradient(yaw, times)
+    motion[:, 6:9] = (ego_from_global @ velocity[..., None])[..., 0]
+    return motion
+
+
+def can_bus_vectors(poses: np.ndarray, motion: np.ndarray) -> np.ndarray:
+    """``(T, 18)`` as :attr:`bev_lightning.data.nuscenes.sample.Sample.can_bus` lays it out, of
+    poses ``(T, 7)`` and motion ``(T, 9)``."""
+    rotation = _rotations(poses)
+    yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0]) % (2 * np.pi)
+    columns = [poses[:, :3], np.repeat(poses[:, 3:4], 4, axis=1), motion]
+    return np.concatenate([*columns, np.stack([yaw, np.degrees(yaw)], axis=1)], axis=1)
+
+
+def _rotations(poses: np.ndarray) -> np.ndarray:
+    # Not by our own geometry: torch takes seconds to import in each process that reads tables.
+    return Rotation.from_quat(poses[:, [4, 5, 6, 3]]).as_matrix()

@@ -1,0 +1,74 @@
+"""Which samples have the files that a model reads."""
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from bev_lightning.data.nuscenes.index import Index
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Inputs
+
+
+def find_missing(root: Path, paths: Iterable[str]) -> set[str]:
+    """Which of the paths, relative to the root, have no file. Lists each folder once."""
+    folders: dict[str, frozenset[str]] = {}
+    missing = set()
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        if folder not in folders:
+            try:
+                folders[folder] = frozenset(os.listdir(root / folder))
+            except OSError:
+                folders[folder] = frozenset()
+        if name not in folders[folder]:
+            missing.add(path)
+    return missing
+
+
+def filter_missing(
+    index: Index, tokens: Sequence[str], inputs: Inputs, on_missing: str
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Look for every file that the inputs need.
+
+    Returns:
+        the tokens whose files are all there, and a sentence for each of the others, by token.
+
+    Raises:
+        InputError: a file is missing and on_missing is "error", or no sample is left.
+    """
+    needs: dict[str, list[str]] = {}
+    dropped: dict[str, str] = {}
+    for token in tokens:
+        sample = index.sample(token)
+        channels: list[tuple[str, int]] = []
+        if inputs.camera is not None:
+            channels += [(channel, 0) for channel in inputs.camera.channels]
+        if inputs.lidar is not None:
+            channels.append((inputs.lidar.channel, inputs.lidar.sweeps))
+        if inputs.radar is not None:
+            channels += [(channel, inputs.radar.sweeps) for channel in inputs.radar.channels]
+        needs[token] = []
+        for channel, sweeps in channels:
+            rows = sample.readings.find(channel)[: sweeps + 1]
+            if not rows or sample.readings.depth[rows[0]] != 0:
+                dropped[token] = (
+                    f"sample {token} ({sample.scene_name}) has no {channel} record in the tables "
+                    f"of {index.root}, and the model reads that sensor"
+                )
+            needs[token] += [sample.readings.path[row] for row in rows]
+    missing = find_missing(index.root, [path for paths in needs.values() for path in paths])
+    for token, paths in needs.items():
+        gone = [path for path in paths if path in missing]
+        if gone:
+            dropped[token] = f"sample {token} needs {index.root / gone[0]}, which is missing"
+    if dropped and on_missing == "error":
+        raise InputError(
+            f"{next(iter(dropped.values()))} ({len(dropped)} of {len(tokens)} samples lack "
+            f"files): download the files, read fewer sensors or sweeps, or set "
+            f"data.on_missing=skip to leave such samples out"
+        )
+    kept = tuple(token for token in tokens if token not in dropped)
+    if not kept:
+        reason = f", for instance {next(iter(dropped.values()))}" if dropped else ""
+        raise InputError(f"no sample is left of {len(tokens)} under {index.root}{reason}")
+    return kept, dropped

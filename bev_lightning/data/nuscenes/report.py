@@ -1,0 +1,246 @@
+"""What a data set holds, counted, and which of its files cannot be used: the report of
+``prepare``."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from bev_lightning.data.nuscenes.sensor_files import find_fault
+from bev_lightning.data.process_pool import map_in_processes
+from bev_lightning.data.resumable_jobs import read_part
+
+if TYPE_CHECKING:  # the index imports torch, which the processes that check files do without
+    from bev_lightning.data.nuscenes.index import Index
+
+_SHOWN = 5
+# A process takes about a second to start.
+_LEAST_BATCHES_PER_PROCESS = 4
+
+
+@dataclass
+class Files:
+    """Files of one sensor: what the tables name, how many are missing, how many are corrupt."""
+
+    key_frames: int = 0
+    missing_key_frames: int = 0
+    corrupt_key_frames: int = 0
+    sweeps: int = 0
+    missing_sweeps: int = 0
+    corrupt_sweeps: int = 0
+
+
+@dataclass
+class Counts:
+    """Sums over samples; the attributes are those of :class:`Report`.
+
+    Attributes:
+        boxes: of each class, and of everything else under the empty name.
+        corrupt: reason by path.
+    """
+
+    num_scenes: int = 0
+    num_samples: int = 0
+    num_zero_point_boxes: int = 0
+    num_nan_velocities: int = 0
+    num_samples_without_boxes: int = 0
+    boxes: dict[str, int] = field(default_factory=dict)
+    files: dict[str, Files] = field(default_factory=dict)
+    corrupt: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counts of one data set.
+
+    Attributes:
+        root, version, index: of the data set and its index file.
+        num_scenes, num_samples, num_boxes: in all; boxes of the detection classes and others.
+        samples_per_split: of every split that has scenes here.
+        boxes_per_class: of the detection classes asked for, 0 included.
+        num_other_boxes: boxes of categories or classes not asked for.
+        num_zero_point_boxes: boxes of the classes without lidar and radar points, which neither
+            train nor count.
+        num_nan_velocities: boxes of the classes whose velocity is unknown, which do not train
+            velocity.
+        num_samples_without_boxes: samples without a box of the classes.
+        files: per sensor.
+        corrupt_files: reason by path: empty, cut, of another size than the tables say.
+        scenes_without_can_bus: scenes whose ego motion comes from the ego poses.
+    """
+
+    root: str
+    version: str
+    index: str
+    num_scenes: int
+    num_samples: int
+    num_boxes: int
+    samples_per_split: dict[str, int]
+    boxes_per_class: dict[str, int]
+    num_other_boxes: int
+    num_zero_point_boxes: int
+    num_nan_velocities: int
+    num_samples_without_boxes: int
+    files: dict[str, Files]
+    corrupt_files: dict[str, str]
+    scenes_without_can_bus: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain containers."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        """A table for people."""
+        corrupt = [f"{path}: {reason}" for path, reason in self.corrupt_files.items()]
+        rows = [
+            ("data set", f"{self.version} at {self.root}"),
+            ("scenes", str(self.num_scenes)),
+            ("samples", str(self.num_samples)),
+            *((f"  {split}", str(num)) for split, num in self.samples_per_split.items()),
+            ("boxes", str(self.num_boxes)),
+            *((f"  {name}", str(num)) for name, num in self.boxes_per_class.items()),
+            ("  other categories", str(self.num_other_boxes)),
+            ("boxes without points", str(self.num_zero_point_boxes)),
+            ("boxes of unknown velocity", str(self.num_nan_velocities)),
+            ("samples without boxes", str(self.num_samples_without_boxes)),
+            ("scenes without CAN bus", _name(self.scenes_without_can_bus)),
+            *((f"files of {channel}", _describe(files)) for channel, files in self.files.items()),
+            ("corrupt files", str(len(corrupt))),
+            *(("", line) for line in corrupt[:_SHOWN]),
+            *([("", "...")] if len(corrupt) > _SHOWN else []),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def make_report(index: "Index", classes: Sequence[str], num_workers: int = 0) -> Report:
+    """Count what the index holds and look into every file that it names, as they are now.
+
+    Args:
+        index: of the data set.
+        classes: detection classes to count.
+        num_workers: processes.
+    """
+    count = partial(
+        _count, index.path, index.root, index.channels, index.detections, tuple(classes)
+    )
+    counts, numbers = Counts(), range(index.num_batches)
+    num_workers = min(num_workers, index.num_batches // _LEAST_BATCHES_PER_PROCESS)
+    for part in tqdm(
+        map_in_processes(count, numbers, num_workers),
+        "checking files",
+        index.num_batches,
+        unit="part",
+        delay=1,
+        mininterval=1,
+    ):
+        _add(counts, part)
+    return Report(
+        root=str(index.root),
+        version=index.version,
+        index=str(index.path),
+        num_scenes=counts.num_scenes,
+        num_samples=counts.num_samples,
+        num_boxes=sum(counts.boxes.values()),
+        samples_per_split={name: len(index.split(name)) for name in sorted(index.splits)},
+        boxes_per_class={name: counts.boxes.get(name, 0) for name in classes},
+        num_other_boxes=counts.boxes.get("", 0),
+        num_zero_point_boxes=counts.num_zero_point_boxes,
+        num_nan_velocities=counts.num_nan_velocities,
+        num_samples_without_boxes=counts.num_samples_without_boxes,
+        files=dict(sorted(counts.files.items())),
+        corrupt_files=counts.corrupt,
+        scenes_without_can_bus=index.scenes_without_can_bus,
+    )
+
+
+def _count(
+    path: Path,
+    root: Path,
+    channels: Sequence[str],
+    detections: Sequence[str],
+    classes: Sequence[str],
+    number: int,
+) -> Counts:
+    """One batch of the index, by its columns."""
+    batch = read_part(path)[number]
+    counts = Counts(num_samples=batch.num_rows)
+    counts.num_scenes = len(batch.column("scene_token").unique())
+    names = np.array([name if name in classes else "" for name in detections], object)
+    class_of_box = names[_values(batch, "annotations.category")]
+    ours = (class_of_box != "").astype(bool)
+    counts.boxes = {name: int((class_of_box == name).sum()) for name in {*names.tolist(), ""}}
+    points = _values(batch, "annotations.num_lidar_pts", "annotations.num_radar_pts")
+    counts.num_zero_point_boxes = int((ours & (points == 0)).sum())
+    velocity = batch.column("annotations.velocity").values.values.to_numpy().reshape(-1, 3)
+    counts.num_nan_velocities = int((ours & np.isnan(velocity[:, :2]).any(axis=1)).sum())
+    starts = batch.column("annotations.category").offsets.to_numpy()
+    own = np.concatenate([[0], np.cumsum(ours)])
+    counts.num_samples_without_boxes = int((own[starts[1:]] == own[starts[:-1]]).sum())
+
+    counts.files = {channel: Files() for channel in channels}
+    paths = batch.column("readings.path").values.to_pylist()
+    sizes = batch.column("readings.size").values.values.to_numpy().reshape(-1, 2).tolist()
+    lanes = _values(batch, "readings.channel").tolist()
+    sweep = _values(batch, "readings.depth") > 0
+    seen: set[str] = set()
+    # Key frames first: going back from one key frame, the one before is met among the sweeps.
+    for row in np.argsort(sweep, kind="stable").tolist():
+        if paths[row] in seen:
+            continue
+        seen.add(paths[row])
+        files, kind = counts.files[channels[lanes[row]]], "sweeps" if sweep[row] else "key_frames"
+        height, width = sizes[row]
+        fault = find_fault(root / paths[row], (height, width))
+        setattr(files, kind, getattr(files, kind) + 1)
+        if fault:
+            name = f"{'missing' if fault == 'missing' else 'corrupt'}_{kind}"
+            setattr(files, name, getattr(files, name) + 1)
+        if fault not in ("", "missing"):
+            counts.corrupt[paths[row]] = fault
+    return counts
+
+
+def _values(batch: pa.RecordBatch, *names: str) -> np.ndarray:
+    """The numbers in lists of a batch; of several columns the sum."""
+    return np.sum([batch.column(name).values.to_numpy() for name in names], axis=0)
+
+
+def _add(total: Counts, part: Counts) -> None:
+    total.num_scenes += part.num_scenes
+    total.num_samples += part.num_samples
+    total.num_zero_point_boxes += part.num_zero_point_boxes
+    total.num_nan_velocities += part.num_nan_velocities
+    total.num_samples_without_boxes += part.num_samples_without_boxes
+    for name, num in part.boxes.items():
+        total.boxes[name] = total.boxes.get(name, 0) + num
+    for channel, files in part.files.items():
+        whole = total.files.setdefault(channel, Files())
+        for name, num in vars(files).items():
+            setattr(whole, name, getattr(whole, name) + num)
+    total.corrupt.update(part.corrupt)
+
+
+def _name(scenes: tuple[str, ...]) -> str:
+    shown = ", ".join(scenes[:_SHOWN]) + (", ..." if len(scenes) > _SHOWN else "")
+    return f"{len(scenes)} ({shown})" if scenes else "0"
+
+
+def _describe(files: Files) -> str:
+    return ", ".join(
+        f"{num} {what}{_bad(missing, corrupt)}"
+        for num, what, missing, corrupt in (
+            (files.key_frames, "key frames", files.missing_key_frames, files.corrupt_key_frames),
+            (files.sweeps, "sweeps", files.missing_sweeps, files.corrupt_sweeps),
+        )
+    )
+
+
+def _bad(missing: int, corrupt: int) -> str:
+    found = [f"{num} {word}" for num, word in ((missing, "missing"), (corrupt, "corrupt")) if num]
+    return f" ({', '.join(found)})" if found else ""

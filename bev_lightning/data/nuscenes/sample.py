@@ -1,0 +1,203 @@
+"""One key frame as the index holds it: the tables' own values, in the tables' own frames."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bev_lightning.data.nuscenes.schema import EGO, LIDAR
+from bev_lightning.structures import Boxes3D
+from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation, wrap_angle
+
+# The classes of the nuScenes detection task, in the order the house uses.
+DETECTION_CLASSES = (
+    "car",
+    "truck",
+    "construction_vehicle",
+    "bus",
+    "trailer",
+    "barrier",
+    "motorcycle",
+    "bicycle",
+    "pedestrian",
+    "traffic_cone",
+)
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What the S sensors recorded: each key frame file, and lidar and radar sweeps back in time.
+
+    Attributes:
+        channel: S names such as CAM_FRONT.
+        depth: ``(S,)`` int64 recordings before the key frame's, 0 for the key frame itself.
+        token: S sample_data tokens.
+        path: S paths relative to the data root, with forward slashes.
+        timestamp: ``(S,)`` int64 [microseconds].
+        ego_from_sensor: ``(S, 7)`` float64 translation [m] and quaternion w, x, y, z.
+        global_from_ego: ``(S, 7)`` likewise, of the ego at the reading's own time.
+        intrinsic: ``(S, 3, 3)`` float64 camera matrix [pixels], zero for other sensors.
+        size: ``(S, 2)`` int64 height, width [pixels], zero for other sensors.
+        lens: ``(S,)`` int64 number of the camera model among ``LENS_MODELS``.
+        distortion: ``(S, 8)`` float64 its coefficients, zeros behind them.
+    """
+
+    channel: tuple[str, ...]
+    depth: np.ndarray
+    token: tuple[str, ...]
+    path: tuple[str, ...]
+    timestamp: np.ndarray
+    ego_from_sensor: np.ndarray
+    global_from_ego: np.ndarray
+    intrinsic: np.ndarray
+    size: np.ndarray
+    lens: np.ndarray
+    distortion: np.ndarray
+
+    def find(self, channel: str) -> list[int]:
+        """Rows of a channel, key frame first; empty where the rig has no such sensor."""
+        rows = [row for row, name in enumerate(self.channel) if name == channel]
+        return sorted(rows, key=lambda row: int(self.depth[row]))
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The M annotated boxes in the GLOBAL frame.
+
+    Attributes:
+        token, instance: M tokens each.
+        category: M category names, e.g. vehicle.car.
+        detection: M detection classes, e.g. car; empty for categories that detection leaves out.
+        attribute: M attribute names, empty where there is none.
+        centre: ``(M, 3)`` float64 [m].
+        size: ``(M, 3)`` float64 length, width, height [m].
+        rotation: ``(M, 4)`` float64 quaternion w, x, y, z.
+        velocity: ``(M, 3)`` float64 [m/s] by the devkit's rule, NaN where unknown.
+        num_lidar_pts, num_radar_pts: ``(M,)`` int64.
+        visibility: ``(M,)`` int64, 1 (hardly) to 4 (fully visible), 0 where not given.
+    """
+
+    token: tuple[str, ...]
+    instance: tuple[str, ...]
+    category: tuple[str, ...]
+    detection: tuple[str, ...]
+    attribute: tuple[str, ...]
+    centre: np.ndarray
+    size: np.ndarray
+    rotation: np.ndarray
+    velocity: np.ndarray
+    num_lidar_pts: np.ndarray
+    num_radar_pts: np.ndarray
+    visibility: np.ndarray
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One key frame.
+
+    Attributes:
+        token, scene_token, scene_name: of the tables.
+        timestamp: [microseconds].
+        previous, next: sample tokens, empty at the scene's ends.
+        readings, annotations: see there.
+        can_bus: ``(18,)`` float64 in the layout of the published BEVFormer, absolute pose: ego
+            translation [m] 0:3, the w of the ego's quaternion four times 3:7 (the published code
+            assigns a quaternion object to the slice, which numpy reads as its real part; the
+            weights were trained so), acceleration [m/s^2] 7:10, rotation rate [rad/s] 10:13,
+            velocity [m/s] 13:16, yaw [rad] in [0, 2 pi) 16 and in degrees 17.
+        from_can_bus: whether 7:16 were measured, not derived from the ego poses.
+        reference: the channel whose frame is the model's, or ``ego``.
+    """
+
+    token: str
+    scene_token: str
+    scene_name: str
+    timestamp: int
+    previous: str
+    next: str
+    readings: Readings
+    annotations: Annotations
+    can_bus: np.ndarray
+    from_can_bus: bool
+    reference: str = LIDAR
+
+    def find_reference(self) -> int:
+        """The row of the reading whose time and ego pose are the model frame's."""
+        if self.reference != EGO:
+            return self.readings.find(self.reference)[0]
+        apart = np.abs(self.readings.timestamp - self.timestamp)
+        return int(np.where(self.readings.depth == 0, apart, np.inf).argmin())
+
+
+def pose_to_transform(pose: np.ndarray) -> np.ndarray:
+    """``(..., 4, 4)`` float64 of translations and quaternions ``(..., 7)``."""
+    values = torch.from_numpy(np.array(pose, dtype=np.float64))
+    return make_transform(quaternion_to_rotation(values[..., 3:]), values[..., :3]).numpy()
+
+
+def global_from_sensor(readings: Readings, rows: list[int]) -> np.ndarray:
+    """``(len(rows), 4, 4)``, each with the ego pose of its own time."""
+    return pose_to_transform(readings.global_from_ego[rows]) @ pose_to_transform(
+        readings.ego_from_sensor[rows]
+    )
+
+
+def global_from_lidar_of(sample: Sample) -> np.ndarray:
+    """``(4, 4)`` float64 pose of the model frame, LIDAR_TOP at the key frame unless the rig has
+    another reference; without augmentation."""
+    row = sample.find_reference()
+    if sample.reference == EGO:
+        return pose_to_transform(sample.readings.global_from_ego[row])
+    return global_from_sensor(sample.readings, [row])[0]
+
+
+def can_bus_change(sample: Sample, previous: Sample | None) -> np.ndarray:
+    """``(18,)`` float64 as the published BEVFormer feeds it: :attr:`Sample.can_bus` with the
+    translation 0:3 [m] and the yaw 17 [degrees] as change since the previous key frame, zero
+    without one.
+
+    The change of yaw is wrapped to (-180, 180]; the published code leaves 359 degrees where the ego
+    turns through north.
+    """
+    values = sample.can_bus.copy()
+    values[[0, 1, 2, 17]] = 0.0
+    if previous is not None:
+        values[:3] = sample.can_bus[:3] - previous.can_bus[:3]
+        values[17] = 180.0 - (180.0 - (sample.can_bus[17] - previous.can_bus[17])) % 360.0
+    return values
+
+
+def boxes_of(
+    annotations: Annotations,
+    lidar_from_global: np.ndarray,
+    classes: Sequence[str],
+    min_points: int,
+) -> Boxes3D:
+    """``(M,)`` all boxes as the model frame sees them; those of no class or with fewer than
+    ``min_points`` lidar and radar points have the label -1.
+
+    Args:
+        lidar_from_global: ``(4, 4)``, BEV augmentation included.
+        classes: names in the order of the labels.
+    """
+    label = np.array(
+        [classes.index(name) if name in classes else -1 for name in annotations.detection],
+        dtype=np.int64,
+    )
+    label[annotations.num_lidar_pts + annotations.num_radar_pts < min_points] = -1
+    linear = lidar_from_global[:3, :3]
+    scale = abs(np.linalg.det(linear)) ** (1 / 3)
+    poses = np.pad(annotations.rotation, ((0, 0), (3, 0)))
+    heading = pose_to_transform(poses)[:, :3, 0] @ linear.T
+    # As in the published code the vertical velocity is dropped BEFORE the rotation.
+    velocity = annotations.velocity * (1, 1, 0) @ linear.T
+    centre = annotations.centre @ linear.T + lidar_from_global[:3, 3]
+    return Boxes3D(
+        centre=torch.from_numpy(centre).float(),
+        size=torch.from_numpy(annotations.size * scale).float(),
+        yaw=wrap_angle(torch.from_numpy(np.arctan2(heading[:, 1], heading[:, 0]))).float(),
+        velocity=torch.from_numpy(velocity[:, :2].copy()).float(),
+        label=torch.from_numpy(label),
+        valid=torch.ones(len(label), dtype=torch.bool),
+    )

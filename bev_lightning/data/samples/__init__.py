@@ -1,0 +1,1 @@
+"""What one training sample consists of, before its files are read."""

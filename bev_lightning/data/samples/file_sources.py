@@ -1,0 +1,67 @@
+"""Files to read for one sample, and where what is in them belongs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bev_lightning.data.camera_models import Lens
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """One image to read.
+
+    Attributes:
+        path: the JPEG.
+        original_size: height, width the file must have [pixels].
+        size: height, width of the network's image [pixels].
+        network_from_original: ``(3, 3)`` float64 affine map of pixels: resize, crop, flip and
+            rotation in one. Pixel CENTRES lie at integers (OpenCV's convention; DALI puts them at
+            +0.5). With a lens it starts at the lens's pinhole view instead, which is as large.
+        lens: what the file was taken through, where it has to be straightened.
+    """
+
+    path: Path
+    original_size: tuple[int, int]
+    size: tuple[int, int]
+    network_from_original: np.ndarray
+    lens: Lens | None = None
+
+    @property
+    def scale(self) -> float:
+        """Of the network's image relative to the file's, where it is smallest on the axis."""
+        scale = float(np.linalg.norm(self.network_from_original[:2, :2], axis=0).max())
+        return scale if self.lens is None else scale * self.lens.zoom
+
+
+@dataclass(frozen=True)
+class LidarSource:
+    """One lidar file to read: the key frame's first, then younger to older sweeps.
+
+    Attributes:
+        path: float32 x, y, z [m], intensity, ring.
+        lidar_from_sweep: ``(4, 4)`` float64, ego motion and BEV augmentation included.
+        age: seconds before the key frame, 0 for the key frame itself.
+    """
+
+    path: Path
+    lidar_from_sweep: np.ndarray
+    age: float
+
+
+@dataclass(frozen=True)
+class RadarSource:
+    """One radar file to read: all key frames first, then younger to older sweeps.
+
+    Attributes:
+        path: nuScenes' binary .pcd.
+        lidar_from_radar: ``(4, 4)`` float64, ego motion and BEV augmentation included.
+        age: seconds before the rig's reference key frame; may be slightly negative.
+        sensor: index of the radar in ``RadarInput.channels``.
+    """
+
+    path: Path
+    lidar_from_radar: np.ndarray
+    age: float
+    sensor: int

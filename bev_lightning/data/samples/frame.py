@@ -1,0 +1,360 @@
+"""What to read for one sample, and everything about it that needs no reading.
+
+A loader turns a :class:`Frame` into a batch of one: it reads the files, maps them with the matrices
+that are given here, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch``. Geometry is
+decided here once, so that every loader agrees on it.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bev_lightning.data.loaders.image_cache import ImageCache
+from bev_lightning.data.nuscenes.index import Index
+from bev_lightning.data.nuscenes.missing_files import filter_missing
+from bev_lightning.data.nuscenes.sample import (
+    Sample,
+    boxes_of,
+    can_bus_change,
+    global_from_lidar_of,
+    global_from_sensor,
+    pose_to_transform,
+)
+from bev_lightning.data.nuscenes.sensor_rig import SensorRig
+from bev_lightning.data.samples.file_sources import ImageSource, LidarSource, RadarSource
+from bev_lightning.data.transforms.augment import (
+    Augment,
+    draw_bev,
+    draw_image,
+    draw_steps,
+    fit_image,
+)
+from bev_lightning.data.transforms.grid_mask import GridMask, draw_mask
+from bev_lightning.data.transforms.gt_sampling import GTSampler, SampledObjects, join_boxes
+from bev_lightning.data.transforms.photometric import ColourChange, draw_colours
+from bev_lightning.structures import Batch, Boxes3D, Inputs
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One sample, before its files are read.
+
+    Attributes:
+        sample_token: nuScenes token.
+        images: in the order of ``CameraInput.channels``; empty without cameras.
+        lidar: key frame first; empty without lidar.
+        radar: empty without radar.
+        image_from_lidar: ``(1, N, 4, 4)`` float32, image and BEV augmentation included, or None.
+        batch: of size 1 with all but ``cameras``, ``points``, ``radar`` and ``history`` filled.
+        history: the previous key frames of the scene, oldest first, without targets, under the same
+            augmentation.
+        pasted: objects of other scenes whose points join the lidar's; their boxes are targets
+            already.
+        mask: what hides parts of the images, or None.
+        colours: how each image's colours change; empty where they do not.
+    """
+
+    sample_token: str
+    images: tuple[ImageSource, ...]
+    lidar: tuple[LidarSource, ...]
+    radar: tuple[RadarSource, ...]
+    image_from_lidar: Tensor | None
+    batch: Batch
+    history: tuple["Frame", ...] = ()
+    pasted: SampledObjects | None = None
+    mask: GridMask | None = None
+    colours: tuple[ColourChange, ...] = ()
+
+
+class FrameSource:
+    """The frames of some samples.
+
+    :meth:`frame` is a pure function of (seed, epoch, position), whoever calls it and in whatever
+    order, so it gives the same frame in any worker, on any rank, and again after a resume. A
+    position is an index into :attr:`tokens`.
+
+    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames, the key
+    frames before this one, or under ``Augment.history_drop`` n of the last n + 1. Where the scene
+    (or what is present of it) has fewer of them, the first one is repeated with ``has_previous``
+    False (where there is none, the frame itself, whose own ``has_previous`` is then False), and so
+    is the oldest entry in every other case: nothing in the queue precedes it. A temporal model that
+    starts afresh wherever ``has_previous`` is False thus gets exactly the frames there are, never
+    those of another scene, and batches stack.
+
+    Attributes:
+        tokens: sample tokens, in order.
+        dropped: sentence for each sample left out because files are missing
+            (``on_missing="skip"``), by token.
+        has_distorted_images: whether images are taken through lenses that bend rays.
+        image_cache: decoded images, for the loaders that keep them.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tokens: Sequence[str],
+        inputs: Inputs,
+        classes: Sequence[str],
+        augment: Augment | None = None,
+        seed: int = 0,
+        on_missing: Literal["error", "skip"] = "error",
+        with_targets: bool = True,
+        min_points: int = 1,
+        target_range: Sequence[float] | None = None,
+        gt_sampler: GTSampler | None = None,
+        rig: SensorRig | None = None,
+    ) -> None:
+        """Look whether every file that the inputs need is there.
+
+        Args:
+            index: of the data root.
+            tokens: samples of a split, scenes in one piece.
+            inputs: what the model reads; a sensor it does not read is never asked for.
+            classes: names in the order of ``Boxes3D.label``.
+            augment: what to vary; None for evaluation's fixed resize and crop.
+            seed: of the augmentation.
+            on_missing: refuse samples whose files are missing, or leave them out.
+            with_targets: False leaves ``Batch.targets`` None.
+            min_points: lidar and radar points (as counted in the tables) a box must hold to be a
+                target; the nuScenes metric leaves out boxes without points too.
+            target_range: a target's centre must lie in its x and y limits after augmentation; by
+                default the lidar's, else the radar's, else no limit. z is not limited.
+            gt_sampler: adds objects of other scenes; None for none.
+            rig: whose lenses are told there and not in the tables; None for nuScenes' cars.
+
+        Raises:
+            InputError: a file is missing and on_missing is "error", or no sample is left.
+        """
+        self.index = index
+        self.inputs = inputs
+        self.classes = tuple(classes)
+        self.augment = augment
+        self.seed = seed
+        self.on_missing = on_missing
+        self.with_targets = with_targets
+        self.min_points = min_points
+        self.gt_sampler = gt_sampler
+        self.rig = SensorRig() if rig is None else rig
+        if target_range is None:
+            sensor = inputs.lidar or inputs.radar
+            target_range = None if sensor is None else sensor.range
+        self.target_range = target_range
+        self.tokens, self.dropped = filter_missing(index, tokens, inputs, on_missing)
+        self.has_distorted_images = index.has_lenses or bool(self.rig.lenses)
+        self._kept = frozenset(self.tokens)
+        self.image_cache: ImageCache | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def scene_sizes(self) -> tuple[int, ...]:
+        """Samples of each scene, in order."""
+        return tuple(len(list(group)) for _, group in groupby(self.tokens, self.index.scene))
+
+    def with_tokens(self, tokens: Sequence[str]) -> "FrameSource":
+        """The same samples in another order, some of them left out or repeated. A repeated sample
+        is augmented anew at each of its positions."""
+        changed = copy(self)
+        changed.tokens = tuple(tokens)
+        return changed
+
+    def frame(self, epoch: int, position: int) -> Frame:
+        """The frame at a position in an epoch."""
+        rng = np.random.default_rng([self.seed, epoch, position])
+        augmented_from_lidar = np.eye(4) if self.augment is None else draw_bev(self.augment, rng)
+        sample = self.index.sample(self.tokens[position])
+        maps = self._draw_images(sample, rng)
+        place = (self.seed, epoch, position)
+        chain = self._queue(sample, draw_steps(self.augment, self.inputs.history, place))
+        before = chain[-2] if len(chain) > 1 else None
+        if not self.inputs.history and sample.previous in self._kept:
+            before = self.index.sample(sample.previous)  # no queue, but the change of pose counts
+        current = self._build(sample, before, augmented_from_lidar, maps, self.with_targets)
+        if self.gt_sampler is not None:
+            present = self._annotated(sample, augmented_from_lidar @ _lidar_from_global(sample))
+            pasted = self.gt_sampler.draw(epoch, position, present, augmented_from_lidar)
+            if pasted is not None:
+                current = replace(current, pasted=pasted, batch=self._with_boxes(current, pasted))
+        past = [
+            self._build(member, previous, augmented_from_lidar, maps, with_targets=False)
+            for previous, member in zip([None, *chain[:-1]], chain[:-1], strict=False)
+        ]
+        if not past:
+            past = [replace(current, batch=replace(current.batch, targets=None))]
+        if self.augment is not None and self.inputs.camera is not None:
+            camera, num_frames = self.inputs.camera, len(past) + 1
+            mask = draw_mask(self.augment, camera.size, place)
+            colours = draw_colours(self.augment, num_frames, len(camera.channels), place)
+            current = replace(current, mask=mask, colours=colours[0])
+            past = [
+                replace(member, colours=changes)
+                for member, changes in zip(past, reversed(colours[1:]), strict=True)
+            ]
+        past = [past[0]] * (self.inputs.history - len(past)) + past
+        return replace(current, history=tuple(past[: self.inputs.history]))
+
+    def _queue(self, sample: Sample, steps: set[int]) -> list[Sample]:
+        """A sample behind those that lie so many steps back, as far as there are any; oldest
+        first."""
+        queue, member = [sample], sample
+        for step in range(1, max(steps, default=0) + 1):
+            if member.previous not in self._kept:
+                break
+            member = self.index.sample(member.previous)
+            if step in steps:
+                queue.insert(0, member)
+        return queue
+
+    def _draw_images(self, sample: Sample, rng: np.random.Generator) -> list[np.ndarray]:
+        """``network_from_original`` of each camera; a temporal queue shares them."""
+        camera = self.inputs.camera
+        if camera is None:
+            return []
+        maps = []
+        for channel in camera.channels:
+            height, width = sample.readings.size[sample.readings.find(channel)[0]].tolist()
+            if self.augment is None:
+                maps.append(fit_image((height, width), camera.size, camera.scale))
+            else:
+                maps.append(draw_image(self.augment, rng, (height, width), camera.size))
+        return maps
+
+    def _build(
+        self,
+        sample: Sample,
+        previous: Sample | None,
+        augmented_from_lidar: np.ndarray,
+        maps: list[np.ndarray],
+        with_targets: bool,
+    ) -> Frame:
+        # Everything below is seen from the augmented model frame.
+        lidar_from_global = augmented_from_lidar @ _lidar_from_global(sample)
+        images, image_from_lidar = self._images(sample, lidar_from_global, maps)
+        lidar_from_previous = np.eye(4)
+        if previous is not None:
+            lidar_from_previous = (
+                lidar_from_global
+                @ global_from_lidar_of(previous)
+                @ np.linalg.inv(augmented_from_lidar)
+            )
+        reference = sample.find_reference()
+        batch = Batch(
+            sample_tokens=(sample.token,),
+            scene_tokens=(sample.scene_token,),
+            timestamps=torch.tensor([sample.timestamp], dtype=torch.int64),
+            global_from_lidar=_tensor(np.linalg.inv(lidar_from_global), torch.float64),
+            global_from_ego=_tensor(
+                pose_to_transform(sample.readings.global_from_ego[reference]), torch.float64
+            ),
+            lidar_from_previous_lidar=_tensor(lidar_from_previous),
+            has_previous=torch.tensor([previous is not None]),
+            targets=self._targets(sample, lidar_from_global) if with_targets else None,
+            can_bus=_tensor(can_bus_change(sample, previous)),
+        )
+        return Frame(
+            sample_token=sample.token,
+            images=images,
+            lidar=self._lidar(sample, lidar_from_global),
+            radar=self._radar(sample, lidar_from_global),
+            image_from_lidar=image_from_lidar,
+            batch=batch,
+        )
+
+    def _images(
+        self, sample: Sample, lidar_from_global: np.ndarray, maps: list[np.ndarray]
+    ) -> tuple[tuple[ImageSource, ...], Tensor | None]:
+        camera = self.inputs.camera
+        if camera is None:
+            return (), None
+        readings, sources = sample.readings, []
+        rows = [readings.find(channel)[0] for channel in camera.channels]
+        intrinsics = readings.intrinsic[rows]
+        for place, (row, network_from_original) in enumerate(zip(rows, maps, strict=True)):
+            height, width = readings.size[row].tolist()
+            path = self.index.root / readings.path[row]
+            lens = self.rig.lens(camera.channels[place], readings, row)
+            if lens is not None:
+                intrinsics[place] = lens.view
+            source = ImageSource(path, (height, width), camera.size, network_from_original, lens)
+            sources.append(source)
+        global_from_camera = global_from_sensor(readings, rows)
+        image_from_camera = np.tile(np.eye(4), (len(rows), 1, 1))
+        image_from_camera[:, :3, :3] = np.stack(maps) @ intrinsics
+        camera_from_lidar = np.linalg.inv(lidar_from_global @ global_from_camera)
+        return tuple(sources), _tensor(image_from_camera @ camera_from_lidar)
+
+    def _lidar(self, sample: Sample, lidar_from_global: np.ndarray) -> tuple[LidarSource, ...]:
+        lidar = self.inputs.lidar
+        if lidar is None:
+            return ()
+        readings = sample.readings
+        rows = readings.find(lidar.channel)[: lidar.sweeps + 1]
+        matrices = lidar_from_global @ global_from_sensor(readings, rows)
+        now = readings.timestamp[rows[0]]
+        return tuple(
+            LidarSource(
+                self.index.root / readings.path[row],
+                matrix,
+                float(now - readings.timestamp[row]) * 1e-6,
+            )
+            for row, matrix in zip(rows, matrices, strict=True)
+        )
+
+    def _radar(self, sample: Sample, lidar_from_global: np.ndarray) -> tuple[RadarSource, ...]:
+        radar = self.inputs.radar
+        if radar is None:
+            return ()
+        readings = sample.readings
+        found = [
+            (int(readings.depth[row]), sensor, row)
+            for sensor, channel in enumerate(radar.channels)
+            for row in readings.find(channel)[: radar.sweeps + 1]
+        ]
+        found.sort()
+        matrices = lidar_from_global @ global_from_sensor(readings, [row for *_, row in found])
+        now = readings.timestamp[sample.find_reference()]
+        return tuple(
+            RadarSource(
+                self.index.root / readings.path[row],
+                matrix,
+                float(now - readings.timestamp[row]) * 1e-6,
+                sensor,
+            )
+            for (_, sensor, row), matrix in zip(found, matrices, strict=True)
+        )
+
+    def _targets(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
+        """``(1, M)`` boxes in the augmented model frame, those that are left after the filters."""
+        boxes = self._annotated(sample, lidar_from_global)
+        return Boxes3D.stack([self._in_range(boxes[boxes.label >= 0])])
+
+    def _with_boxes(self, frame: Frame, pasted: SampledObjects) -> Batch:
+        targets = frame.batch.targets
+        if targets is None:
+            return frame.batch
+        boxes = join_boxes(targets[0], self._in_range(pasted.boxes))
+        return replace(frame.batch, targets=Boxes3D.stack([boxes]))
+
+    def _in_range(self, boxes: Boxes3D) -> Boxes3D:
+        if self.target_range is None:
+            return boxes
+        low, high = boxes.centre.new_tensor(self.target_range).view(2, 3)[:, :2]
+        return boxes[((boxes.centre[:, :2] >= low) & (boxes.centre[:, :2] < high)).all(dim=-1)]
+
+    def _annotated(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
+        return boxes_of(sample.annotations, lidar_from_global, self.classes, self.min_points)
+
+
+def _lidar_from_global(sample: Sample) -> np.ndarray:
+    return np.linalg.inv(global_from_lidar_of(sample))
+
+
+def _tensor(matrix: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+    """With a leading dimension of 1 where it has none: ``(..., )`` to ``(1, ...)``."""
+    return torch.from_numpy(np.ascontiguousarray(matrix)).to(dtype)[None]

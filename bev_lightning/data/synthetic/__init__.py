@@ -1,0 +1,1 @@
+"""Generator of a synthetic data set in nuScenes format."""

@@ -1,0 +1,237 @@
+"""A synthetic nuScenes on disk, which the devkit, the index and the evaluator take for a real one.
+
+Nothing in it is looked up by the rest of the package: what reads nuScenes reads this. Scenes bear
+names of the official splits, so that the official evaluator scores them.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from PIL import Image, ImageDraw
+from tqdm import tqdm
+
+from bev_lightning.data.process_pool import map_in_processes
+from bev_lightning.data.synthetic.rig import CAMERAS, Array
+from bev_lightning.data.synthetic.tables import (
+    TABLES,
+    Row,
+    fixed_tables,
+    make_token,
+    official_scenes,
+)
+from bev_lightning.data.synthetic.writer import SceneJob, make_folders, write_scene
+from bev_lightning.errors import InputError
+
+log = logging.getLogger(__name__)
+
+MARKER = "synthetic.json"
+FORMAT = 1  # raise it when the generator makes other data of the same spec: old trees are made anew
+_MASK_CELL_M = 0.1
+
+
+@dataclass(frozen=True)
+class SyntheticSpec:
+    """What to make.
+
+    Attributes:
+        version: ``v1.0-trainval`` or ``v1.0-mini``: name of the table folder and of the splits.
+        num_train_scenes, num_val_scenes: the first so many scenes of the official splits.
+        frames_per_scene: key frames, 0.5 s apart.
+        seed: everything follows from it; a scene does not depend on how many others there are.
+        image_size: height, width of the pictures [px].
+        num_beams, num_azimuths: of the lidar, from -25 to +5 degrees and around.
+        sweeps_per_frame: lidar and radar sweeps between two key frames, and before the first.
+        objects_per_scene: annotated objects, shared out over the ten classes.
+        rig: ``nuscenes``, or ``fisheye``: eight cameras of three lenses and two sizes.
+
+    Raises:
+        InputError: a field is out of its range.
+    """
+
+    version: str = "v1.0-trainval"
+    num_train_scenes: int = 40
+    num_val_scenes: int = 4
+    frames_per_scene: int = 20
+    seed: int = 0
+    image_size: tuple[int, int] = (225, 400)
+    num_beams: int = 32
+    num_azimuths: int = 400
+    sweeps_per_frame: int = 2
+    objects_per_scene: int = 64
+    rig: str = "nuscenes"
+
+    def __post_init__(self) -> None:
+        if self.version not in ("v1.0-trainval", "v1.0-mini"):
+            raise InputError(
+                f"synthetic data has no version {self.version!r}: use v1.0-trainval or v1.0-mini"
+            )
+        if self.rig not in CAMERAS:
+            raise InputError(
+                f"synthetic data has no rig {self.rig!r}: use one of {', '.join(CAMERAS)}"
+            )
+        height, width = self.image_size  # a list from a config becomes the tuple it stands for
+        object.__setattr__(self, "image_size", (int(height), int(width)))
+        train, val = official_scenes(self.version)
+        ranges = {
+            "num_train_scenes": (0, len(train)),
+            "num_val_scenes": (0, len(val)),
+            "frames_per_scene": (1, 200),
+            "seed": (0, 2**31),
+            "num_beams": (1, 256),
+            "num_azimuths": (4, 8192),
+            "sweeps_per_frame": (0, 9),
+            "objects_per_scene": (10, 200),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InputError(
+                    f"{name}={value} of the synthetic data ({self.version}) is out of range: "
+                    f"choose {low} to {high}"
+                )
+        if self.num_train_scenes + self.num_val_scenes == 0 or min(self.image_size) < 8:
+            raise InputError("synthetic data needs a scene, and pictures of 8 pixels or more")
+
+    @property
+    def scenes(self) -> tuple[str, ...]:
+        """Names of the scenes, train first."""
+        train, val = official_scenes(self.version)
+        return (*train[: self.num_train_scenes], *val[: self.num_val_scenes])
+
+
+def generate(root: Path, spec: SyntheticSpec, num_workers: int = 0) -> None:
+    """Make the data set at ``root``, or return at once where it stands already.
+
+    It is made beside ``root`` and moved there when it is whole, so a run that is killed leaves
+    nothing that could be taken for one. Processes that ask for the same data set wait for the
+    first.
+
+    Args:
+        root: folder of the data set. One made of another spec is made anew (a warning says so).
+        spec: what to make.
+        num_workers: processes; 0 for all cores. The bytes do not depend on it.
+
+    Raises:
+        InputError: ``root`` holds something that this function did not make.
+    """
+    root = Path(root).expanduser().resolve()
+    if _stands(root, spec):
+        return
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(root.parent / f".{root.name}.lock"):
+        if _stands(root, spec):  # another process made it while this one waited
+            return
+        if root.exists() and any(root.iterdir()):
+            log.warning("%s holds synthetic data of another spec: it is made anew", root)
+        # Under the lock, whatever has such a name was left by a run that was killed.
+        for stale in root.parent.glob(f".{root.name}.making*"):
+            shutil.rmtree(stale)
+        making = root.parent / f".{root.name}.making"
+        make_folders(making, spec.rig)
+        _write_tree(making, spec, num_workers)
+        (making / MARKER).write_text(json.dumps(_marker(spec), indent=1))
+        if root.exists():
+            old = root.parent / f".{root.name}.making-old"
+            os.replace(root, old)
+            os.replace(making, root)
+            shutil.rmtree(old)
+        else:
+            os.replace(making, root)
+
+
+def _marker(spec: SyntheticSpec) -> dict[str, object]:
+    return {"format": FORMAT, "spec": {**asdict(spec), "image_size": list(spec.image_size)}}
+
+
+def _stands(root: Path, spec: SyntheticSpec) -> bool:
+    """Whether ``root`` is the data set asked for. Raises InputError where it is nothing of ours."""
+    if not root.exists():
+        return False
+    if not root.is_dir() or not (root / MARKER).is_file():
+        if root.is_dir() and not any(root.iterdir()):
+            return False
+        raise InputError(
+            f"{root} was not made by the synthetic generator (it has no {MARKER}), so it is kept: "
+            "choose another paths.data, or data=nuscenes for real data"
+        )
+    try:
+        found = json.loads((root / MARKER).read_text())
+    except ValueError:
+        return False
+    # Trees that were made before there were rigs have the first one.
+    found.setdefault("spec", {}).setdefault("rig", "nuscenes")
+    return bool(found == _marker(spec))
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with the process, however it ends."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
+    jobs = [
+        SceneJob(
+            root,
+            name,
+            spec.seed,
+            spec.frames_per_scene,
+            spec.objects_per_scene,
+            spec.image_size,
+            spec.num_beams,
+            spec.num_azimuths,
+            spec.sweeps_per_frame,
+            spec.rig,
+        )
+        for name in spec.scenes
+    ]
+    tables: dict[str, list[Row]] = {name: [] for name in TABLES} | fixed_tables(spec.rig)
+    roads = []
+    num_frames = len(jobs) * spec.frames_per_scene
+    with tqdm(total=num_frames, desc="synthetic data", unit="frame") as bar:
+        for scene in map_in_processes(
+            write_scene, jobs, num_workers or len(os.sched_getaffinity(0))
+        ):
+            for name, rows in scene.rows.items():
+                tables[name] += rows
+            roads.append(scene.road)
+            bar.update(spec.frames_per_scene)
+    mask = make_token("map", spec.seed, spec.version)
+    _write_mask(root / "maps" / f"{mask}.png", roads)
+    tables["map"] = [
+        {
+            "token": mask,
+            "category": "semantic_prior",
+            "filename": f"maps/{mask}.png",
+            "log_tokens": [row["token"] for row in tables["log"]],
+        }
+    ]
+    (root / spec.version).mkdir()
+    for name, rows in tables.items():
+        (root / spec.version / f"{name}.json").write_text(json.dumps(rows))
+
+
+def _write_mask(path: Path, roads: list[tuple[Array, Array]]) -> None:
+    """The map: 255 where any scene's road is; 0.1 m a pixel, the origin at the bottom left."""
+    extent = max(float(edge.max()) for road in roads for edge in road) + 10.0
+    side = int(extent / _MASK_CELL_M)
+    image = Image.new("L", (side, side), 0)
+    draw = ImageDraw.Draw(image)
+    for left, right in roads:
+        edges = [
+            [(float(x) / _MASK_CELL_M, side - float(y) / _MASK_CELL_M) for x, y in edge]
+            for edge in (left, right)
+        ]
+        for i in range(len(edges[0]) - 1):
+            quad = [edges[0][i], edges[0][i + 1], edges[1][i + 1], edges[1][i]]
+            draw.polygon(quad, fill=255)
+    image.save(path, compress_level=1)

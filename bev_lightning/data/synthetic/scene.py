@@ -1,0 +1,113 @@
+"""One synthetic scene as the sensors see it: the road, the ego's drive, and objects that move.
+
+All in the global frame (x, y, z up, flat ground at z = 0) and in seconds since the first key frame.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bev_lightning.data.synthetic.rig import Array, rotation_from_euler, transform
+from bev_lightning.data.synthetic.shapes import Kind
+
+STEP_S = 0.05  # motion is tabulated at this step and interpolated linearly
+LEAD_IN_S = 1.0  # the table begins this long before the first key frame, for its sweeps
+GROUND_CELL_M = 0.25
+GRASS, ASPHALT, MARKING, PAVEMENT, LOT = range(5)
+
+
+@dataclass(frozen=True)
+class Road:
+    """The ego's path, extended at both ends: tables over arc length ``(S,)`` [m]."""
+
+    arc: Array
+    xy: Array
+    yaw: Array
+
+    def place(self, arc: Array, offset: float) -> Array:
+        """Poses ``(..., 3)`` x, y, yaw at arc lengths, ``offset`` metres to the left; beyond its
+        ends the road goes straight on."""
+        x, y = (np.interp(arc, self.arc, self.xy[:, i]) for i in (0, 1))
+        yaw = np.interp(arc, self.arc, self.yaw)
+        beyond = arc - np.clip(arc, self.arc[0], self.arc[-1])
+        x, y = x + beyond * np.cos(yaw), y + beyond * np.sin(yaw)
+        return np.stack([x - offset * np.sin(yaw), y + offset * np.cos(yaw), yaw], axis=-1)
+
+    def line(self, offset: float) -> Array:
+        return np.asarray(self.place(self.arc, offset)[:, :2])
+
+    def clearance(self, xy: Array) -> float:
+        """Distance [m] of a point from the path."""
+        return float(np.hypot(*(self.xy[::4] - xy).T).min())
+
+
+@dataclass(frozen=True)
+class Look:
+    """Weather and ground of a scene: direction to the sun ``(3,)``, exposure, haze (extinction,
+    1/m), sky colours ``(2, 3)`` at the horizon and above, and the ground map ``(Y, X)`` of GRASS ..
+    LOT with its lower corner ``(2,)`` [m]."""
+
+    sun: Array
+    exposure: float
+    haze: float
+    sky: Array
+    ground: NDArray[np.uint8]
+    corner: Array
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the sensors look at.
+
+    Attributes:
+        times: ``(K,)`` [s]. ego: ``(K, 3)`` x, y, yaw (not wrapped).
+        tracks: ``(K, O, 3)`` x, y, yaw of the objects.
+        kinds: class of each object; bystanders come last. sizes: ``(O, 3)`` length, width, height
+            [m].
+        categories, attributes: their nuScenes names ("" where there is none).
+        parts, first_part: all part tables, and ``(O + 1,)`` where each object's begins.
+        hulls: ``(O, 6)`` centre and half size, in the object's frame, of what holds all its parts
+            [m].
+        sway: phases of the body's pitch and roll.
+    """
+
+    times: Array
+    ego: Array
+    road: Road
+    tracks: Array
+    kinds: tuple[Kind, ...]
+    sizes: Array
+    categories: tuple[str, ...]
+    attributes: tuple[str, ...]
+    parts: Array
+    first_part: NDArray[np.int64]
+    hulls: Array
+    look: Look
+    sway: Array
+
+    def _at(self, table: Array, time_s: float) -> Array:
+        place = (time_s - self.times[0]) / STEP_S
+        low = int(np.clip(np.floor(place), 0, len(self.times) - 2))
+        return np.asarray(table[low] + (place - low) * (table[low + 1] - table[low]))
+
+    def ego_pose(self, time_s: float) -> Array:
+        """``global_from_ego`` ``(4, 4)``, with a slight sway of the body."""
+        x, y, yaw = self._at(self.ego, time_s)
+        pitch = 0.006 * np.sin(2.3 * time_s + self.sway[0])
+        roll = 0.005 * np.sin(1.7 * time_s + self.sway[1])
+        return transform(rotation_from_euler(roll, pitch, yaw), np.array([x, y, 0.0]))
+
+    def ego_motion(self, time_s: float) -> Array:
+        """``(3,)``: global velocity [m/s] and yaw rate [rad/s]."""
+        ahead, back = self._at(self.ego, time_s + STEP_S), self._at(self.ego, time_s - STEP_S)
+        return (ahead - back) / (2 * STEP_S)
+
+    def object_poses(self, time_s: float) -> Array:
+        """``(O, 3)`` x, y [m], yaw [rad]."""
+        return self._at(self.tracks, time_s)
+
+    def object_motion(self, time_s: float) -> Array:
+        """``(O, 3)`` velocity [m/s] and yaw rate [rad/s]."""
+        ahead, back = self._at(self.tracks, time_s + STEP_S), self._at(self.tracks, time_s - STEP_S)
+        return (ahead - back) / (2 * STEP_S)

@@ -1,0 +1,1 @@
+"""Augmentation and image geometry."""

@@ -1,0 +1,131 @@
+"""The ground-truth database: boxes of the training scenes with the lidar points in them.
+
+One memory-mapped Arrow file beside the index. :mod:`bev_lightning.data.build_gt_database` makes
+it, :mod:`bev_lightning.data.transforms.gt_sampling` draws from it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Boxes3D, LidarInput
+
+SCHEMA_VERSION = 1
+SCHEMA = pa.schema(
+    [
+        ("sample", pa.string()),
+        ("label", pa.int8()),
+        ("box", pa.list_(pa.float32(), 9)),
+        ("num_points", pa.int32()),
+        ("points", pa.list_(pa.float32())),
+    ]
+)
+"""Token of the sample, index into DETECTION_CLASSES, ``[x, y, z, length, width, height, yaw, vx,
+vy]`` and points ``[x, y, z, intensity, age]`` one after the other, all in the model frame of that
+sample without augmentation."""
+
+
+class GroundTruthDatabase:
+    """An open database; rows are numbered through.
+
+    Attributes:
+        path: the Arrow file.
+        sweeps: lidar sweeps before the key frame whose points it holds.
+        min_distance: as of the :class:`LidarInput` it was made for [m].
+        stamp: changes when what it was made from does.
+        label: ``(N,)`` index of each object into DETECTION_CLASSES.
+        num_points: ``(N,)``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        notes = json.loads(reader.schema.metadata[b"bev_lightning"])
+        if notes["schema"] != SCHEMA_VERSION:
+            raise InputError(
+                f"the ground-truth database {path} has schema {notes['schema']} and this program "
+                f"reads {SCHEMA_VERSION}: python -m bev_lightning.prepare with the model= and "
+                f"data= settings of this run makes it anew"
+            )
+        self.stamp: str = notes["stamp"]
+        self.sweeps: int = notes["sweeps"]
+        self.min_distance: float = notes["min_distance"]
+        self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
+        self.label = self._join("label", np.int8)
+        self.num_points = self._join("num_points", np.int32)
+
+    def __reduce__(self) -> tuple[type["GroundTruthDatabase"], tuple[Path]]:
+        return GroundTruthDatabase, (self.path,)  # workers map the file themselves
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def check(self, lidar: LidarInput) -> None:
+        """Refuse a lidar input whose points would look unlike those of the objects.
+
+        Raises:
+            InputError: the number of sweeps or the least distance differs.
+        """
+        for name in ("sweeps", "min_distance"):
+            here, wanted = getattr(self, name), getattr(lidar, name)
+            if here != wanted:
+                raise InputError(
+                    f"the ground-truth database {self.path} was made with {name} = {here} and the "
+                    f"model reads {name} = {wanted}, so that pasted objects would be told by their "
+                    f"points: set model.inputs.lidar.{name}={here}, or remove the file and it is "
+                    f"made anew"
+                )
+
+    def rows(self, name: str, min_points: int) -> np.ndarray:
+        """Objects of a class with at least so many points, ``(n,)`` int32."""
+        wanted = self.label == DETECTION_CLASSES.index(name)
+        return np.flatnonzero(wanted & (self.num_points >= min_points)).astype(np.int32)
+
+    def counts(self, classes: Sequence[str], min_points: int) -> dict[str, int]:
+        """Number of objects of each class with at least so many points."""
+        return {name: len(self.rows(name, min_points)) for name in classes}
+
+    def boxes(self, rows: Sequence[int] | np.ndarray, classes: Sequence[str]) -> Boxes3D:
+        """``(K,)`` boxes, each in the frame of its own sample, labelled by ``classes``."""
+        values = np.zeros((len(rows), 9), np.float32)
+        for i, row in enumerate(rows):
+            batch, inner = self._find(int(row))
+            column = batch.column("box")
+            values[i] = column.values.slice(inner * 9, 9).to_numpy()
+        label = [list(classes).index(DETECTION_CLASSES[self.label[row]]) for row in rows]
+        box = torch.from_numpy(values)
+        return Boxes3D(
+            centre=box[:, :3],
+            size=box[:, 3:6],
+            yaw=box[:, 6],
+            velocity=box[:, 7:],
+            label=torch.tensor(label, dtype=torch.int64),
+            valid=torch.ones(len(rows), dtype=torch.bool),
+        )
+
+    def points(self, row: int) -> np.ndarray:
+        """``(P, 5)`` float32 in the frame of the object's own sample; read-only."""
+        batch, inner = self._find(row)
+        column = batch.column("points")
+        start, stop = column.offsets[inner].as_py(), column.offsets[inner + 1].as_py()
+        return column.values.slice(start, stop - start).to_numpy().reshape(-1, 5)
+
+    def sample(self, row: int) -> str:
+        """Token of the sample that an object was cut out of."""
+        batch, inner = self._find(row)
+        return str(batch.column("sample")[inner])
+
+    def _find(self, row: int) -> tuple[pa.RecordBatch, int]:
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._batches[number], row - int(self._starts[number])
+
+    def _join(self, name: str, kind: type[np.generic]) -> np.ndarray:
+        parts = [batch.column(name).to_numpy() for batch in self._batches]
+        return np.concatenate([np.zeros(0, kind), *parts]).astype(kind)

@@ -1,0 +1,222 @@
+"""Objects of other scenes pasted into a scene, boxes and lidar points (SECOND, Yan et al. 2018,
+section 3.4.1), as the lidar stage of BEVFusion trains."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+
+from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
+from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
+from bev_lightning.errors import InputError
+from bev_lightning.structures import Boxes3D, Inputs, LidarInput
+
+_STREAM = 1  # of random numbers: what pasting draws leaves the augmentation as it is without
+
+
+@dataclass(frozen=True)
+class GTSampling:
+    """What to paste.
+
+    Attributes:
+        per_class: number of boxes that a sample is filled up to, by class; classes that are not
+            among those trained are passed over.
+        min_points: lidar points an object must have.
+        stop_epoch: the first epoch (0-based) without pasting, so that training ends on scenes as
+            they are; None never stops. The published fade (TransFusion, BEVFusion) is 15 of 20.
+    """
+
+    per_class: Mapping[str, int] = field(default_factory=dict)
+    min_points: int = 5
+    stop_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.per_class if name not in DETECTION_CLASSES]
+        if unknown:
+            raise InputError(
+                f"data.gt_sampling.per_class names {', '.join(unknown)}; choose from "
+                f"{', '.join(DETECTION_CLASSES)}"
+            )
+        if self.min_points < 1 or any(number < 0 for number in self.per_class.values()):
+            raise InputError(
+                f"data.gt_sampling.min_points={self.min_points} must be 1 or more and per_class 0 "
+                f"or more, got {dict(self.per_class)}"
+            )
+
+
+def check_inputs(inputs: Inputs) -> LidarInput:
+    """The lidar of a model that objects can be pasted for: it reads the lidar and nothing else.
+
+    A pasted object is in the points but not in the images nor among the radar's returns, so that a
+    fusion would learn to distrust them; the published fusion stage trains without pasting too.
+
+    Raises:
+        InputError: the model reads another sensor, or earlier key frames.
+    """
+    others = [name for name in ("camera", "radar") if getattr(inputs, name) is not None]
+    if inputs.lidar is None or others or inputs.history:
+        found = (
+            "no lidar"
+            if inputs.lidar is None
+            else " and ".join(others)
+            if others
+            else f"{inputs.history} earlier key frames"
+        )
+        raise InputError(
+            f"data.gt_sampling puts objects into the lidar's points alone and this model reads "
+            f"{found}, where they would be missing: set data.gt_sampling=null"
+        )
+    return inputs.lidar
+
+
+@dataclass(frozen=True)
+class SampledObjects:
+    """Objects that were drawn for one sample; their points are read when the sample's are.
+
+    Attributes:
+        boxes: ``(K,)`` in the augmented model frame.
+        database, rows: where their points are.
+        augmented_from_lidar: ``(4, 4)`` float64 BEV augmentation of the sample.
+    """
+
+    boxes: Boxes3D
+    database: GroundTruthDatabase
+    rows: tuple[int, ...]
+    augmented_from_lidar: np.ndarray
+
+    def add_points(self, points: np.ndarray, lidar: LidarInput) -> np.ndarray:
+        """Put the objects' points before the scene's, whose points inside the boxes give way.
+
+        Args:
+            points: ``(P, 5)`` of the augmented scene.
+            lidar: range and largest number of points.
+        """
+        low, high = np.array(lidar.range, np.float32).reshape(2, 3)
+        matrix = self.augmented_from_lidar.astype(np.float32)
+        parts = []
+        for row in self.rows:
+            own = self.database.points(row).copy()
+            own[:, :3] = own[:, :3] @ matrix[:3, :3].T + matrix[:3, 3]
+            parts.append(own[((own[:, :3] >= low) & (own[:, :3] < high)).all(axis=1)])
+        hidden = np.zeros(len(points), dtype=bool)
+        for box in range(self.boxes.num):
+            hidden[points_inside(points, self.boxes, box)] = True
+        return np.concatenate([*parts, points[~hidden]])[: lidar.max_points]
+
+
+class GTSampler:
+    """Draws the objects of a sample, a pure function of (seed, epoch, position).
+
+    Attributes:
+        absent: classes to paste of which the database has no object.
+    """
+
+    def __init__(
+        self,
+        gt_sampling: GTSampling,
+        database: GroundTruthDatabase,
+        classes: Sequence[str],
+        seed: int,
+    ) -> None:
+        self.gt_sampling = gt_sampling
+        self.database = database
+        self.classes = tuple(classes)
+        self.seed = seed
+        wanted = {name: gt_sampling.per_class.get(name, 0) for name in self.classes}
+        rows = {
+            name: database.rows(name, gt_sampling.min_points) for name, num in wanted.items() if num
+        }
+        self.absent = tuple(name for name, found in rows.items() if not len(found))
+        self._sources = [(wanted[name], found) for name, found in rows.items() if len(found)]
+        self._labels = [self.classes.index(name) for name, found in rows.items() if len(found)]
+
+    def draw(
+        self, epoch: int, position: int, present: Boxes3D, augmented_from_lidar: np.ndarray
+    ) -> SampledObjects | None:
+        """Fill every class up to its number with objects that stand free.
+
+        As published, an object keeps the place relative to the car that it had in its own scene,
+        and one that would overlap another box, seen from above, is left out.
+
+        Args:
+            present: ``(M,)`` all annotated boxes of the sample in the augmented frame; those that
+                are no target have the label -1 and only take up room.
+            augmented_from_lidar: ``(4, 4)`` BEV augmentation.
+
+        Returns:
+            None where nothing is pasted.
+        """
+        if self.gt_sampling.stop_epoch is not None and epoch >= self.gt_sampling.stop_epoch:
+            return None
+        rng = np.random.default_rng([self.seed, epoch, position, _STREAM])
+        rows: list[int] = []
+        for (wanted, found), label in zip(self._sources, self._labels, strict=True):
+            missing = wanted - int((present.label == label).sum())
+            if missing > 0:
+                rows += rng.choice(found, min(missing, len(found)), replace=False).tolist()
+        if not rows:
+            return None
+        matrix = torch.from_numpy(augmented_from_lidar).float()
+        boxes = self.database.boxes(rows, self.classes).transform(matrix)
+        taken = overlaps(boxes, present).any(axis=1)
+        among = overlaps(boxes, boxes)
+        kept: list[int] = []
+        for i in range(len(rows)):
+            if not taken[i] and not among[i, kept].any():
+                kept.append(i)
+        if not kept:
+            return None
+        return SampledObjects(
+            boxes[torch.tensor(kept)],
+            self.database,
+            tuple(rows[i] for i in kept),
+            augmented_from_lidar,
+        )
+
+
+def join_boxes(first: Boxes3D, second: Boxes3D) -> Boxes3D:
+    """``(M,)`` and ``(K,)`` boxes without scores to ``(M + K,)``."""
+    return replace(
+        first,
+        **{
+            column.name: torch.cat([getattr(first, column.name), getattr(second, column.name)])
+            for column in fields(first)
+            if column.name != "score"
+        },
+    )
+
+
+def points_inside(points: np.ndarray, boxes: Boxes3D, box: int) -> np.ndarray:
+    """Indices of the points ``(P, 3 or more)`` inside one of the boxes ``(M,)``."""
+    centre = boxes.centre[box].numpy()
+    half = boxes.size[box].numpy() / 2
+    yaw = float(boxes.yaw[box])
+    radius = float(np.hypot(half[0], half[1]))
+    x, y = points[:, 0] - centre[0], points[:, 1] - centre[1]
+    near = np.flatnonzero((np.abs(x) <= radius) & (np.abs(y) <= radius))
+    cos, sin = np.cos(yaw), np.sin(yaw)
+    along = x[near] * cos + y[near] * sin
+    across = y[near] * cos - x[near] * sin
+    above = points[near, 2] - centre[2]
+    inside = (np.abs(along) <= half[0]) & (np.abs(across) <= half[1]) & (np.abs(above) <= half[2])
+    return near[inside]
+
+
+def overlaps(one: Boxes3D, other: Boxes3D) -> np.ndarray:
+    """``(M, K)`` bool: which boxes ``(M,)`` and ``(K,)`` share ground, seen from above.
+
+    Two rectangles are apart if and only if they are so along one of their four sides' directions.
+    """
+    a, b = (boxes.corners()[:, :4, :2].double().numpy() for boxes in (one, other))
+    return ~(_apart(a, b) | _apart(b, a).T)
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """``(M, K)``: apart along a side of the rectangles ``(M, 4, 2)``, beside ``(K, 4, 2)``."""
+    sides = np.stack([a[:, 1] - a[:, 0], a[:, 3] - a[:, 0]], axis=1)  # (M, 2, 2)
+    own = np.einsum("msd,mcd->msc", sides, a)[:, :, None]  # (M, 2, 1, 4)
+    others = np.einsum("msd,kcd->mskc", sides, b)
+    before = others.max(-1) <= own.min(-1)
+    behind = others.min(-1) >= own.max(-1)
+    return (before | behind).any(axis=1)

@@ -1,0 +1,1 @@
+"""The machine, its processes and how they compute. Knows no model."""

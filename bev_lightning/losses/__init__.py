@@ -1,0 +1,1 @@
+"""Target assignment and training losses."""

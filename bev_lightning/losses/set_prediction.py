@@ -1,0 +1,208 @@
+"""The loss of set prediction (DETR, Carion et al., ECCV 2020), as BEVFormer trains with it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bev_lightning.losses.detection import (
+    CODE_WEIGHTS,
+    divisor,
+    gaussian_focal_loss,
+    masked_l1_loss,
+    sigmoid_focal_loss,
+)
+from bev_lightning.losses.heatmap import gaussian_heatmap
+from bev_lightning.losses.iou import widen
+from bev_lightning.losses.matching import Assignment, Matching, focal_cost
+from bev_lightning.losses.perspective import count_perspective, perspective_terms
+from bev_lightning.structures import Batch, BevGrid, Boxes3D
+from bev_lightning.structures.constants import constant
+from bev_lightning.structures.predictions import (
+    BEVFormerPredictions,
+    DenoisingPredictions,
+    QueryPredictions,
+)
+
+
+class SetPredictionLoss:
+    """Focal loss and L1 on the queries that the Hungarian method gave to the boxes, for every
+    decoder layer.
+
+    A frame without boxes, or a batch of them, trains: its queries learn background. Boxes whose
+    centre lies outside the head's range are left out, for it cannot predict them. The terms of
+    every layer are divided by the number of boxes in all samples together, at least 1.
+
+    Args:
+        class_weight, box_weight: of the two terms, and of the two costs in the matching.
+        code_weights: of the ten numbers of a box in the L1 term. The matching leaves out the
+            velocity.
+        skip_unknown_rows: as published, a box with unknown velocity adds nothing to the L1 term
+            (its published data reader writes 0 for unknown, so that it never came to that). False
+            leaves out its velocity only.
+        heatmap_weight: of the Gaussian focal loss of a head whose queries start from a heatmap.
+        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+        denoising_weight: of class and box terms of the queries that started from annotations.
+    """
+
+    def __init__(
+        self,
+        class_weight: float = 2.0,
+        box_weight: float = 0.25,
+        code_weights: Sequence[float] = CODE_WEIGHTS,
+        skip_unknown_rows: bool = False,
+        heatmap_weight: float = 1.0,
+        min_overlap: float = 0.1,
+        min_radius_cells: int = 2,
+        denoising_weight: float = 1.0,
+    ) -> None:
+        self.class_weight, self.box_weight = class_weight, box_weight
+        self.code_weights = tuple(map(float, code_weights))
+        self.skip_unknown_rows = skip_unknown_rows
+        self.heatmap_weight, self.denoising_weight = heatmap_weight, denoising_weight
+        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+
+    def __call__(
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        counts: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Weighted scalars ``class`` and ``box``, and where the model brings them ``heatmap``,
+        ``perspective_class``, ``perspective_depth``, ``denoising_class`` and ``denoising_box``; the
+        layers are summed.
+
+        Args:
+            counts: what each term is divided by; None for the batch's own :meth:`count`.
+        """
+        with torch.autocast(predictions.bev.device.type, enabled=False):
+            matching = self.match(predictions, targets)
+            others: dict[str, Tensor] = {}
+            if predictions.heatmap is not None:
+                others["heatmap"] = self.heatmap_term(predictions, targets, counts)
+            if predictions.perspective is not None:
+                others |= perspective_terms(predictions.perspective, targets, counts)
+            if predictions.denoising is not None:
+                by_class, by_box = self.denoising_terms(predictions, targets, counts)
+                others["denoising_class"] = by_class.sum()
+                others["denoising_box"] = by_box.sum()
+            by_class, by_box = self.layer_terms(predictions, targets, matching.finish(), counts)
+            return {"class": by_class.sum(), "box": by_box.sum(), **others}
+
+    def count(self, network: Any, batch: Batch) -> dict[str, Tensor]:
+        """What the terms of a batch are divided by, before anything is predicted: matched queries
+        of a layer, peaks of the heatmap, queries that start from annotations."""
+        head, targets = network.head, batch.targets
+        assert targets is not None
+        grid = head.codec.grid
+        matched = _in_range(grid, targets).sum(-1).clamp(max=head.num_queries).sum()
+        counts = {"class": matched, "box": matched}
+        if head.heatmap_start:
+            counts["heatmap"] = (self._heatmap(grid, head.num_classes, targets) == 1).sum()
+        if network.perspective is not None:
+            counts |= count_perspective(network, batch)
+        if head.num_denoising:
+            started = (grid.contains(targets.centre) & targets.valid).sum() * head.num_denoising
+            counts |= {"denoising_class": started, "denoising_box": started}
+        return counts
+
+    @torch.no_grad()
+    def match(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Matching:
+        """Begin to find which query answers for which box, in each layer and sample on its own."""
+        with torch.autocast(predictions.bev.device.type, enabled=False):
+            costs = self.costs(predictions, targets)
+            return Matching(costs, _in_range(predictions.codec.grid, targets))
+
+    def costs(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
+        """``(L, B, Q, M)``: the focal cost and the L1 distance of all but the velocity."""
+        queries = predictions.queries
+        wanted = predictions.codec.encode(targets)[None, ..., :8].nan_to_num()
+        distance = torch.cdist(
+            widen(queries.code[..., :8]), wanted.to(widen(queries.code).dtype), p=1
+        )
+        cost = self.class_weight * focal_cost(queries.logits, targets.label)
+        return cost + self.box_weight * distance
+
+    def layer_terms(
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        assignment: Assignment,
+        counts: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted class and box terms of each layer, ``(L,)`` each."""
+        return self._terms(
+            predictions.queries,
+            assignment.gather(targets.label),
+            assignment.gather(predictions.codec.encode(targets)),
+            assignment.positive,
+            torch.ones_like(assignment.positive),
+            divisor(assignment.positive[0].sum(), counts, "class"),
+        )
+
+    def denoising_terms(
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        counts: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The same of the queries that started from annotations, whose boxes are known."""
+        denoising = predictions.denoising
+        assert isinstance(denoising, DenoisingPredictions)
+        layers = denoising.logits.shape[0]
+        box = denoising.box.expand(layers, -1, -1)
+        start = Assignment(box, torch.zeros_like(box, dtype=torch.float32))
+        valid = denoising.valid.expand(layers, -1, -1)
+        by_class, by_box = self._terms(
+            denoising,
+            start.gather(targets.label),
+            start.gather(predictions.codec.encode(targets)),
+            valid,
+            valid,
+            divisor(denoising.valid.sum(), counts, "denoising_class"),
+        )
+        return self.denoising_weight * by_class, self.denoising_weight * by_box
+
+    def heatmap_term(
+        self,
+        predictions: BEVFormerPredictions,
+        targets: Boxes3D,
+        counts: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        assert predictions.heatmap is not None
+        wanted = self._heatmap(predictions.codec.grid, predictions.heatmap.shape[1], targets)
+        count = None if counts is None else counts["heatmap"]
+        return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted, count)
+
+    def _heatmap(self, grid: BevGrid, num_classes: int, targets: Boxes3D) -> Tensor:
+        return gaussian_heatmap(targets, grid, num_classes, self.min_overlap, self.min_radius_cells)
+
+    def _terms(
+        self,
+        queries: QueryPredictions,
+        label: Tensor,
+        wanted: Tensor,
+        positive: Tensor,
+        counted: Tensor,
+        count: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Focal loss of the ``counted`` queries, L1 of the ``positive`` ones, ``(L, B, Q)``
+        bool, both divided by ``count``."""
+        label = torch.where(positive, label, queries.logits.shape[-1])
+        by_class = (sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)).sum(
+            (1, 2, 3)
+        )
+        weight = positive.unsqueeze(-1) * constant(self.code_weights, queries.code)
+        if self.skip_unknown_rows:
+            weight = weight * torch.isfinite(wanted).all(-1, keepdim=True)
+        by_box = masked_l1_loss(queries.code, wanted, weight).sum((1, 2, 3))
+        return self.class_weight * by_class / count, self.box_weight * by_box / count
+
+
+def _in_range(grid: BevGrid, targets: Boxes3D) -> Tensor:
+    """``(B, M)`` bool: boxes with their centre in the head's range along x and y, bounds
+    excluded."""
+    low, high = constant(grid.range, targets.centre).view(2, 3)[:, :2]
+    xy = targets.centre[..., :2]
+    return targets.valid & ((xy > low) & (xy < high)).all(-1)

@@ -1,0 +1,1 @@
+"""The nuScenes detection metric and submission format."""

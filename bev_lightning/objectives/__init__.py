@@ -1,1 +1,0 @@
-"""What is wanted: matching, losses and the nuScenes metric."""

@@ -1,0 +1,1 @@
+"""Lightning strategies that split a model over processes."""

@@ -1,0 +1,226 @@
+"""Data, pipeline and model parallelism on one mesh, as a Lightning strategy."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bev_lightning.errors import InputError
+from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.parallel.partition import Part, partition_model
+from bev_lightning.parallel.pipeline_stage import PipelineRunner
+from bev_lightning.structures import Batch
+
+# Gradients are summed up over all processes in pieces of this many numbers.
+BUCKET = 16 * 2**20
+
+
+class HybridStrategy(DDPStrategy):
+    """The mesh is (data, pipeline, model); a process's rank counts the last axis fastest.
+
+    A column is the processes of one pipeline, and has its own samples. Each batch is cut into
+    micro-batches, which a schedule of torch.distributed.pipelining takes through the stages: the
+    image branch first, fusion and head last. Columns that differ along ``model`` only share out the
+    BEV transform (:mod:`bev_lightning.parallel.partition`), with their own samples before and
+    after.
+
+    Weights and moments are whole in every process: it computes the gradients of its stage, and at
+    the end of an accumulation all processes sum theirs up. What is shared out is activations and
+    work, which fill a card: the weights, gradients and moments of BEVFormer base are 1.1 GB. So
+    clipping, loss scaling, checkpoints, averages of the weights and validation (which spreads the
+    whole model over all processes) are those of ddp.
+
+    Args:
+        data, pipeline, model: sizes of the mesh; their product is the number of processes.
+        schedule: ``gpipe`` (all forward passes, then all backward passes) or ``1f1b`` (as soon as
+            possible one of each, which holds the activations of fewer micro-batches).
+        micro_batches: pieces of each batch.
+        cuts: parts that begin a stage; None for the model's own choice.
+    """
+
+    def __init__(
+        self,
+        data: int,
+        pipeline: int,
+        model: int,
+        schedule: str,
+        micro_batches: int,
+        cuts: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.shape = (data, pipeline, model)
+        self.schedule, self.micro_batches, self.cuts = schedule, micro_batches, cuts
+        self._mesh: DeviceMesh | None = None
+        self._stages: list[list[Part]] = []
+        self._pipes: dict[Any, PipelineRunner] = {}
+        self._fresh: list[Tensor | None] = []
+        self._accumulates = False
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Training's samples go to columns; all processes of one read the same."""
+        data, _, model = self.shape
+        assert self._mesh is not None
+        place = self._mesh.get_local_rank("data") * model + self._mesh.get_local_rank("model")
+        return {"num_replicas": data * model, "rank": place}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        names = ("data", "pipeline", "model")
+        self._mesh = init_device_mesh(self.root_device.type, self.shape, mesh_dim_names=names)
+
+    def configure_ddp(self) -> None:
+        """Cut the chain; nothing is wrapped."""
+        assert self._mesh is not None
+        chain = partition_model(self._module, self._mesh.get_group("model"))
+        self._stages = chain.split(self.shape[1], self.cuts)
+        self._pipes = {}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Forward and backward passes of a micro-step. The gradients wait for :meth:`backward`: in
+        between Lightning clears what the parameters hold."""
+        if batch.size % self.micro_batches:
+            raise InputError(
+                f"strategy.micro_batches={self.micro_batches} does not divide a batch of "
+                f"{batch.size} samples; set data.batch_size to a multiple"
+            )
+        size = batch.size // self.micro_batches
+        micro = [batch.rows(i * size, (i + 1) * size) for i in range(self.micro_batches)]
+        parameters = self._parameters
+        held = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        terms = self._tell(self._pipe(micro[0]).step(micro, self._scale()))
+        self._fresh = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
+        return self._module.report(terms, batch)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Add the gradients of the micro-step; at the end of an accumulation those of all
+        processes."""
+        for parameter, gradient in zip(self._parameters, self._fresh, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad += gradient
+        self._fresh = []
+        if not self._accumulates:
+            self._sum_gradients()
+            self._copy_statistics()
+        loss: Tensor = self.precision_plugin.post_backward(closure_loss, self._module)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning is in here while it accumulates."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    @property
+    def _module(self) -> DetectionModule:
+        assert isinstance(self.lightning_module, DetectionModule)
+        return self.lightning_module
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def _pipe(self, example: Batch) -> PipelineRunner:
+        """The pipe for batches of these shapes."""
+        images = None if example.cameras is None else example.cameras.images.shape
+        key = (example.size, images)
+        if key not in self._pipes:
+            assert self._mesh is not None
+            self._pipes[key] = PipelineRunner(
+                self._stages,
+                partial(self._module.compute_terms, num_pieces=self.micro_batches),
+                self.schedule,
+                self.micro_batches,
+                self._mesh.get_group("pipeline"),
+                self.precision_plugin.forward_context,
+                example,
+                self.root_device,
+            )
+        return self._pipes[key]
+
+    def _scale(self) -> Tensor | float:
+        """What a micro-batch's loss counts: the mean over micro-batches and accumulation, times the
+        scale of float16."""
+        share = 1.0 / (self.micro_batches * self._module.trainer.accumulate_grad_batches)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is None:
+            return share
+        # Every process asks, or the scaler of one that has no loss would know no scale.
+        scale: Tensor = scaler.scale(torch.full((), share, device=self.root_device))
+        return scale
+
+    def _tell(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The last stage's terms on all stages."""
+        if self.shape[1] == 1:
+            return terms
+        assert self._mesh is not None
+        group = self._mesh.get_group("pipeline")
+        told: list[dict[str, float]] = [{name: float(value) for name, value in terms.items()}]
+        last = dist.get_global_rank(group, self.shape[1] - 1)
+        dist.broadcast_object_list(told, last, group=group, device=self.root_device)
+        return {
+            name: torch.tensor(value, device=self.root_device) for name, value in told[0].items()
+        }
+
+    def _sum_gradients(self) -> None:
+        """Gradients of the mean over the columns, in every process. A parameter that no process
+        used stays without."""
+        parameters = self._parameters
+        used = torch.tensor(
+            [parameter.grad is not None for parameter in parameters],
+            dtype=torch.int32,
+            device=self.root_device,
+        )
+        dist.all_reduce(used, dist.ReduceOp.MAX)
+        pending = [p for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
+        while pending:
+            bucket = [pending.pop()]
+            while pending and sum(p.numel() for p in bucket) + pending[-1].numel() <= BUCKET:
+                bucket.append(pending.pop())
+            flat = torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket]
+            )
+            dist.all_reduce(flat)
+            flat /= self.shape[0] * self.shape[2]
+            pieces = torch.split(flat, [p.numel() for p in bucket])
+            for parameter, piece in zip(bucket, pieces, strict=True):
+                parameter.grad = piece.view_as(parameter)
+
+    def _copy_statistics(self) -> None:
+        """Those of the batch norms of each stage, from its first process to all others: process 0
+        saves and validates with them, and has moved only its own stage's."""
+        assert self._mesh is not None
+        if len(self._stages) == 1:
+            return
+        for rank, parts in zip(self._mesh.mesh[0, :, 0].tolist(), self._stages, strict=True):
+            norms = [
+                norm
+                for part in parts
+                for module in part.modules
+                for norm in module.modules()
+                if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.training
+            ]
+            for dtype in (torch.float32, torch.int64):
+                buffers = [b for norm in norms for b in norm.buffers() if b.dtype == dtype]
+                if buffers:
+                    flat = torch.cat([buffer.flatten() for buffer in buffers])
+                    dist.broadcast(flat, src=rank)
+                    pieces = torch.split(flat, [buffer.numel() for buffer in buffers])
+                    for buffer, piece in zip(buffers, pieces, strict=True):
+                        buffer.copy_(piece.view_as(buffer))

@@ -1,0 +1,1 @@
+"""Builds a run from a resolved configuration and forecasts its memory."""

@@ -1,0 +1,196 @@
+"""A training step on fake tensors, which have shapes and no values: its memory, without taking it.
+
+What depends on values is stated instead: how many voxels a
+sample fills, which share of a mask is true. Matching and losses are left out; a sum of the outputs
+stands for them.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bev_lightning.hardware.memory import Peak, measure_step
+from bev_lightning.models.lidar import LidarVoxelBranch
+from bev_lightning.models.sparse_encoder import EncoderPlan, SparseEncoder, StagePlan
+from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.ops.sparse_conv import Rulebook
+from bev_lightning.runtime.build import build_module
+from bev_lightning.structures import Batch, Cameras, Inputs, Points, Radar
+
+# Voxels of a sample behind each stage of the sparse encoder, and behind the encoder: those of ten
+# nuScenes sweeps at 0.075 m, where training keeps 120,000 at most.
+NUM_VOXELS = (120_000, 90_000, 60_000, 30_000, 20_000)
+# Share of a mask that is true, where their number decides a shape: the points of a padded cloud
+# that lie in the grid.
+SHARE_TRUE = 0.75
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a step is measured with.
+
+    Attributes:
+        batch_size: samples of a micro-step.
+        precision: Lightning's name of it.
+        checkpointing: recompute activations wherever the model can.
+    """
+
+    batch_size: int
+    precision: str
+    checkpointing: bool = False
+
+
+def measure_cases(cfg: DictConfig, cases: Iterable[Case]) -> list[Peak]:
+    """Peak memory of an optimizer step of one process that holds the whole model.
+
+    Args:
+        cfg: resolved.
+    """
+    with FakeTensorMode(), StatedCounts():
+        module = build_module(cfg).train()
+        for part in module.modules():
+            if isinstance(part, LidarVoxelBranch):
+                part.forward = StatedVoxels(part.encoder)  # type: ignore[method-assign]
+        return [_measure(module, case) for case in cases]
+
+
+def _measure(module: DetectionModule, case: Case) -> Peak:
+    history = module.inputs.history
+    frames = [blank_batch(module.inputs, case.batch_size) for _ in range(1 + history)]
+    batch = dataclasses.replace(frames[-1], history=tuple(frames[:-1]))
+    dtype = _DTYPES.get(case.precision)
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", dtype) if dtype is not None else nullcontext():
+            predictions = module(batch)
+        outputs = [value for value in tensors_of(predictions) if value.requires_grad]
+        return torch.stack([value.float().sum() for value in outputs]).sum()
+
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        # One kernel for all, as the training has it: no copies of the gradients.
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+    hooks = []
+    if dtype is not None:
+        # Norms in float32, as autocast has them on CUDA and not on a CPU.
+        norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
+        hooks = [n.register_forward_pre_hook(lambda _, given: (given[0].float(),)) for n in norms]
+    flags = {
+        part: part.gradient_checkpointing
+        for part in module.modules()
+        if hasattr(part, "gradient_checkpointing")
+    }
+    for part, flag in flags.items():
+        setattr(part, "gradient_checkpointing", flag or case.checkpointing)  # noqa: B010
+    try:
+        return measure_step(module, make_optimizer, tensors_of(batch), loss)
+    finally:
+        for part, flag in flags.items():
+            setattr(part, "gradient_checkpointing", flag)  # noqa: B010
+        for hook in hooks:
+            hook.remove()
+
+
+class StatedCounts(TorchDispatchMode):
+    """Answers what depends on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default:
+            rows = max(1, int(args[0].numel() * SHARE_TRUE))
+            return torch.empty(rows, args[0].dim(), dtype=torch.int64)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False  # trunc_normal_ asks whether it must draw again
+        if func is torch.ops.aten.bincount.default:
+            return torch.empty(args[2], dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
+class StatedVoxels:
+    """The lidar branch with as many voxels as are stated instead of a voxeliser's."""
+
+    def __init__(self, encoder: SparseEncoder) -> None:
+        self.encoder = encoder
+
+    def __call__(self, points: Points) -> Tensor:
+        size = points.count.shape[0]
+        features = torch.empty(size * NUM_VOXELS[0], points.features.shape[-1])
+        bev: Tensor = self.encoder(features, state_plan(self.encoder, size))
+        return bev
+
+
+def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
+    """Rulebooks of ``size`` samples with :data:`NUM_VOXELS`."""
+
+    def rulebook(num_offsets: int, num_outputs: int, num_inputs: int | None = None) -> Rulebook:
+        sources = torch.empty(num_offsets, num_outputs, dtype=torch.int32)
+        if num_inputs is None:
+            return Rulebook(sources)
+        return Rulebook(sources, torch.empty(num_offsets, num_inputs, dtype=torch.int32))
+
+    stages = []
+    for number in range(len(encoder.encoder_layers)):
+        inside, outside = size * NUM_VOXELS[number], size * NUM_VOXELS[number + 1]
+        last = number == len(encoder.encoder_layers) - 1
+        stages.append(
+            StagePlan(
+                rulebook(27, inside),
+                None if last else rulebook(27, outside, inside),
+                torch.empty(outside, 4, dtype=torch.int64),
+                encoder.shape,
+            )
+        )
+    outside = size * NUM_VOXELS[-1]
+    coords = torch.empty(outside, 4, dtype=torch.int64)
+    return EncoderPlan(
+        tuple(stages), rulebook(3, outside, size * NUM_VOXELS[-2]), coords, encoder.out_shape, size
+    )
+
+
+def blank_batch(inputs: Inputs, size: int) -> Batch:
+    """A batch of ``size`` samples with the shapes that a model's inputs have, and no values."""
+    cameras = points = radar = None
+    if inputs.camera is not None:
+        num = len(inputs.camera.channels)
+        images = torch.empty(size, num, 3, *inputs.camera.size)
+        cameras = Cameras(images, torch.empty(size, num, 4, 4))
+    if inputs.lidar is not None:
+        features = torch.empty(size, inputs.lidar.max_points, 5)
+        points = Points(features, torch.empty(size, dtype=torch.int64))
+    if inputs.radar is not None:
+        features = torch.empty(size, inputs.radar.max_points, 8)
+        radar = Radar(features, torch.empty(size, dtype=torch.int64))
+    pose = torch.empty(size, 4, 4, dtype=torch.float64)
+    return Batch(
+        ("sample",) * size,
+        ("scene",) * size,
+        torch.empty(size, dtype=torch.int64),
+        pose,
+        pose,
+        torch.empty(size, 4, 4),
+        torch.empty(size, dtype=torch.bool),
+        cameras,
+        points,
+        radar,
+        can_bus=torch.empty(size, 18),
+    )
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested dataclasses and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors_of(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))

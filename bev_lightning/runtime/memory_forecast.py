@@ -1,0 +1,226 @@
+"""What a training will do and take, told before it starts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from bev_lightning.config.resolve import plan_batch
+from bev_lightning.config.strategy import name_strategy
+from bev_lightning.hardware.machine import BatchPlan, detect_machine
+from bev_lightning.hardware.memory import KINDS, Peak
+from bev_lightning.runtime.fake_step import Case, measure_cases
+
+# Key frames of the official splits, for a plan on a machine that has not the data.
+_OFFICIAL = {("v1.0-trainval", "train"): 28_130, ("v1.0-mini", "mini_train"): 323}
+# Of v1.0-trainval under class-balanced sampling.
+_BALANCED = 123_580
+# A forecast above this share of what a card has is tight: allocators lose some to gaps.
+_TIGHT = 0.9
+_MIB_PER_GIB = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    batch: how an optimizer step's samples come together.
+    lr: peak learning rate.
+    num_samples: of an epoch, or None where that is unknown.
+    layout: who runs what, a sentence.
+    precision: Lightning's name.
+    peak: of a process [MiB], its shards alone where the strategy shards.
+    buckets_mib: copies of the gradients that DDP sends [MiB].
+    memory_gib: of the card, or of the host for each of its processes; None where unknown.
+    reserve_gib: kept free for what is not forecast.
+    largest_batch: samples of a micro-step that fit, or None where the memory is unknown.
+    remedies: what the peak would be with each remedy [MiB].
+    """
+
+    batch: BatchPlan
+    lr: float
+    num_samples: int | None
+    layout: str
+    precision: str
+    peak: Peak
+    buckets_mib: float
+    memory_gib: float | None
+    reserve_gib: float
+    largest_batch: int | None
+    remedies: dict[str, float]
+
+    @property
+    def total_mib(self) -> float:
+        """Everything that the forecast holds, without the reserve."""
+        return self.peak.total + self.buckets_mib
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps."""
+        if self.num_samples is None:
+            return None
+        return -(-self.num_samples // self.batch.effective_batch)
+
+    @property
+    def verdict(self) -> str:
+        """``fits``, ``tight``, ``does not fit``, or ``unknown`` where the memory is."""
+        if self.memory_gib is None:
+            return "unknown"
+        share = self.total_mib / _MIB_PER_GIB + self.reserve_gib
+        if share > self.memory_gib:
+            return "does not fit"
+        return "tight" if share > _TIGHT * self.memory_gib else "fits"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "effective_batch": self.batch.effective_batch,
+            "num_processes": self.batch.num_processes,
+            "batch_size": self.batch.batch_size,
+            "accumulation": self.batch.accumulation,
+            "lr": self.lr,
+            "num_samples": self.num_samples,
+            "steps_per_epoch": self.steps_per_epoch,
+            "layout": self.layout,
+            "precision": self.precision,
+            "peak_mib": {**self.peak.to_json(), "buckets": round(self.buckets_mib, 1)},
+            "total_mib": round(self.total_mib, 1),
+            "memory_gib": self.memory_gib,
+            "reserve_gib": self.reserve_gib,
+            "largest_batch_size": self.largest_batch,
+            "remedies_mib": {name: round(mib, 1) for name, mib in self.remedies.items()},
+            "verdict": self.verdict,
+        }
+
+    def to_line(self) -> str:
+        """The memory in a line, as ``train`` says it before it begins on a GPU."""
+        memory = "" if self.memory_gib is None else f" of {self.memory_gib:.1f} GiB"
+        more = (
+            "" if self.verdict == "fits" else "; python -m bev_lightning.plan shows what takes less"
+        )
+        peak = self.total_mib / _MIB_PER_GIB
+        return f"peak memory of a process: {peak:.2f} GiB{memory}, {self.verdict}{more}"
+
+    def to_text(self) -> str:
+        steps = self.steps_per_epoch
+        lines = [
+            f"{self.batch}, learning rate {self.lr:g}, precision {self.precision}",
+            f"steps of an epoch: {steps} ({self.num_samples} samples)"
+            if steps is not None
+            else "steps of an epoch: unknown; give num_samples=N",
+            self.layout,
+            "",
+            "peak memory of a process [MiB]",
+        ]
+        rows = [(kind, getattr(self.peak, kind)) for kind in KINDS]
+        rows += [("buckets", self.buckets_mib)] if self.buckets_mib else []
+        lines += [f"  {name:<14}{mib:>10,.0f}" for name, mib in [*rows, ("total", self.total_mib)]]
+        if self.memory_gib is not None:
+            lines.append(
+                f"  {'of':<14}{self.memory_gib * _MIB_PER_GIB:>10,.0f}, "
+                f"{self.reserve_gib * _MIB_PER_GIB:,.0f} of them kept free"
+            )
+        lines += ["", f"largest batch_size that fits: {self.largest_batch}"]
+        lines += ["with one change the total would be [MiB]"] if self.remedies else []
+        lines += [
+            f"  {name:<48}{mib:>10,.0f}  {mib - self.total_mib:+,.0f}"
+            for name, mib in self.remedies.items()
+        ]
+        return "\n".join([*lines, "", f"verdict: {self.verdict}"])
+
+
+def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
+    """The plan of a training.
+
+    Args:
+        cfg: resolved, of any verb that composes a training.
+        compare: look at other batches and remedies too; each takes some seconds.
+    """
+    batch, optim = plan_batch(cfg), cfg.optim
+    precision = str(cfg.trainer.precision)
+    size = batch.batch_size
+    cases = {"now": Case(size, precision)}
+    if compare:
+        cases["larger"] = Case(size + 1, precision)
+        cases["gradient_checkpointing=true wherever the model can"] = Case(size, precision, True)
+    if compare and precision == "32-true":
+        cases["precision=bf16 or 16"] = Case(size, "bf16-mixed")
+    if compare and size > 1:
+        cases[f"data.batch_size={size // 2}, accumulation doubled"] = Case(size // 2, precision)
+    peaks = dict(zip(cases, measure_cases(cfg, cases.values()), strict=True))
+    strategy = name_strategy(cfg)
+    whole, larger = peaks.pop("now"), peaks.pop("larger", None)
+    buckets = _trained_mib(whole) if strategy == "ddp" and batch.num_processes > 1 else 0.0
+    own = _share(whole, strategy, batch.num_processes)
+    memory = _memory_gib(cfg)
+    remedies = {
+        name: _share(peak, strategy, batch.num_processes).total + buckets
+        for name, peak in peaks.items()
+    }
+    if strategy in ("ddp", "single") and batch.num_processes > 1:
+        remedies["strategy=fsdp"] = _share(whole, "fsdp", batch.num_processes).total
+    largest = None
+    if memory is not None and larger is not None:
+        each = larger.total - whole.total
+        room = (memory - cfg.get("reserve_gib", 1.0)) * _MIB_PER_GIB - own.total - buckets
+        largest = max(0, size + int(room // each))
+    return Plan(
+        batch,
+        batch.scale_lr(float(optim.lr), optim.scale_lr, optim.base_batch),
+        _num_samples(cfg),
+        _layout(strategy, batch.num_processes),
+        precision,
+        own,
+        buckets,
+        memory,
+        float(cfg.get("reserve_gib", 1.0)),
+        largest,
+        dict(sorted(remedies.items(), key=lambda item: item[1])),
+    )
+
+
+def _share(peak: Peak, strategy: str, num_processes: int) -> Peak:
+    """What one process holds of weights, gradients and the optimizer's memory."""
+    share = num_processes if strategy == "fsdp" else 1
+    return Peak(
+        peak.parameters / share,
+        peak.gradients / share,
+        peak.optimizer / share,
+        peak.activations,
+        peak.temporaries,
+    )
+
+
+def _trained_mib(peak: Peak) -> float:
+    """Gradients of everything trained; AdamW remembers two numbers for each parameter."""
+    return peak.optimizer / 2
+
+
+def _layout(strategy: str, num_processes: int) -> str:
+    if strategy == "single":
+        return "one process runs the whole model"
+    if strategy == "ddp":
+        return f"each of {num_processes} processes runs the whole model on its own samples"
+    if strategy == "fsdp":
+        return (
+            f"each of {num_processes} processes runs the whole model on its own samples and keeps "
+            f"1/{num_processes} of weights, gradients and the optimizer's memory"
+        )
+    return f"strategy={strategy}: the memory below is that of a process with the whole model"
+
+
+def _memory_gib(cfg: DictConfig) -> float | None:
+    if cfg.trainer.accelerator == "gpu":
+        memory = cfg.hardware.memory_gib
+        return None if memory is None else float(memory)
+    memory = detect_machine().cpu_memory_gib
+    return None if memory is None else memory / int(cfg.hardware.devices)
+
+
+def _num_samples(cfg: DictConfig) -> int | None:
+    said = cfg.get("num_samples", "auto")
+    if said != "auto":
+        return int(said)
+    synthetic = OmegaConf.select(cfg, "data.synthetic")
+    if synthetic is not None:
+        return int(synthetic.num_train_scenes * synthetic.frames_per_scene)
+    known = _OFFICIAL.get((str(cfg.data.version), str(cfg.data.train_split)))
+    return _BALANCED if known == _OFFICIAL["v1.0-trainval", "train"] and cfg.data.cbgs else known

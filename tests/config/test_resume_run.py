@@ -1,0 +1,79 @@
+"""Which run and which checkpoint ``resume=auto`` takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bev_lightning.config.compose import compose_job
+from bev_lightning.config.resume import find_checkpoint, find_runs, settle_resume
+
+
+def write(run: Path, steps: list[int], started: str = "2026-01-01", words: tuple = ()) -> Path:
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"started": started, "overrides": list(words)}))
+    for step in steps:
+        content = {"weights": torch.full((4096,), float(step)), "bev_lightning": {"overrides": []}}
+        torch.save(content, run / "checkpoints" / f"step_{step:06d}.ckpt")
+    return run
+
+
+def test_the_newest_whole_file_is_taken(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", [2, 10, 100, 101]) / "checkpoints"
+    (folder / "step_x.ckpt").write_text("of somebody else")
+    assert find_checkpoint(folder) == folder / "step_000101.ckpt"
+    torn, zeroed = folder / "step_000101.ckpt", folder / "step_000100.ckpt"
+    torn.write_bytes(torn.read_bytes()[:5000])
+    content = bytearray(zeroed.read_bytes())
+    content[4096:8192] = bytes(4096)  # a page that never reached the disk
+    zeroed.write_bytes(content)
+    assert len(torch.load(zeroed, weights_only=True)["weights"]) == 4096  # torch sees nothing
+    damaged: list[Path] = []
+    assert find_checkpoint(folder, damaged) == folder / "step_000010.ckpt"
+    assert damaged == [torn, zeroed]
+    assert find_checkpoint(tmp_path) is None
+
+
+def test_the_newest_run_with_the_same_words_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "outputs" / "train"
+    words = ["seed=3", "hardware=cpu"]
+    write(runs / "a", [4], "2026-01-01T10", tuple(words))
+    write(runs / "b", [6], "2026-01-01T11", (*reversed(words), "resume=a.ckpt"))
+    write(runs / "c", [], "2026-01-01T12", tuple(words))
+    write(runs / "d", [8], "2026-01-01T13", ("seed=4", "hardware=cpu"))
+    (runs / "e").mkdir()
+    (runs / "e" / "run.json").write_text("{")
+    assert [run.name for run in find_runs(runs, words)] == ["c", "b", "a"]
+
+    job, found = settle_resume("train", compose_job("train", [*words, "resume=auto"]))
+    path = "outputs/train/b/checkpoints/step_000006.ckpt"
+    assert found == f"resume=auto: going on from {path} (optimizer step 6)"
+    assert job.cfg.resume == path and job.cfg.hydra.run.dir == "outputs/train/b"
+    assert job.cfg.seed == 3
+
+    torn = runs / "b" / "checkpoints" / "step_000006.ckpt"
+    torn.write_bytes(torn.read_bytes()[:3000])
+    job, found = settle_resume("train", compose_job("train", [*words, "resume=auto"]))
+    assert job.cfg.hydra.run.dir == "outputs/train/a"
+    assert found.endswith(f"step 4); left out as damaged: {path}")
+
+    job, found = settle_resume("train", compose_job("train", ["seed=5", "resume=auto"]))
+    assert job.cfg.resume is None and job.overrides == ["seed=5"]
+    assert found.endswith("no run with these words has a checkpoint yet, so a new training begins")
+
+
+def test_a_given_directory_is_the_only_one(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "outputs" / "train" / "a", [4], words=("seed=3",))
+    words = ["seed=3", "resume=auto", "hydra.run.dir=mine", "init_from=weights.ckpt"]
+    job, found = settle_resume("train", compose_job("train", words))
+    assert job.cfg.init_from == "weights.ckpt"
+    assert job.cfg.resume is None and found.startswith("resume=auto: mine has no checkpoint yet")
+    write(tmp_path / "mine", [2, 4])
+    job, _ = settle_resume("train", compose_job("train", words))
+    assert job.cfg.resume == "mine/checkpoints/step_000004.ckpt"
+    assert job.cfg.hydra.run.dir == "mine" and job.cfg.init_from is None

@@ -1,0 +1,182 @@
+"""Pipelines and the mesh on gloo: the gradients of one process in every layout."""
+
+import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from bev_lightning.config.program import check, load, resolve
+from bev_lightning.errors import InputError
+from bev_lightning.hardware.machine import Machine
+from bev_lightning.parallel.partition import partition_model
+
+# data x pipeline x model
+LAYOUTS = [(1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4)]
+slow = pytest.mark.slow
+
+
+def train(launch, model: str, shape: tuple[int, int, int], schedule: str, **more: Any) -> Any:
+    """Four optimizer steps of two micro-steps, a batch of as many micro-batches as stages."""
+    data, pipeline, columns = shape
+    words = [
+        "strategy=hybrid",
+        f"hardware.devices={data * pipeline * columns}",
+        f"strategy.data={data}",
+        f"strategy.pipeline={pipeline}",
+        f"strategy.model={columns}",
+        f"strategy.schedule={schedule}",
+        f"strategy.micro_batches={pipeline}",
+        "trainer.gradient_clip_val=0.5",
+        "optim.schedule=constant",
+        *more.pop("words", []),
+    ]
+    replica = [
+        place * columns + column
+        for place in range(data)
+        for _ in range(pipeline)
+        for column in range(columns)
+    ]
+    return launch(model, words, replica, batch=pipeline, **more)
+
+
+def cases() -> list[Any]:
+    every = itertools.product(["bevfusion", "bevformer"], LAYOUTS, ["1f1b", "gpipe"])
+    quick = ((1, 2, 2), "1f1b")
+    return [
+        pytest.param(model, *rest, marks=[] if rest == quick else [slow], id=f"{model} {rest}")
+        for model, *more in every
+        for rest in [tuple(more)]
+    ]
+
+
+@pytest.mark.parametrize(("model", "shape", "schedule"), cases())
+def test_every_layout_gives_the_gradients_of_one_process(
+    model: str, shape: tuple[int, int, int], schedule: str, launch, reference, deviation
+) -> None:
+    num_micro = 2 * shape[0] * shape[1] * shape[2]
+    seen = train(launch, model, shape, schedule)
+    found = deviation(reference(model, num_micro), seen)
+    print(f"deviation {model} {shape} {schedule} {found:.1e}")
+    assert found < 1e-5
+
+
+@slow
+@pytest.mark.parametrize("model", ["bevfusion", "bevformer"])
+def test_the_effective_batch_is_one_batch(model: str, launch, deviation) -> None:
+    effective = ["loss_norm=effective", "trainer.gradient_clip_val=0.5"]
+    whole = launch(model, ["strategy=single", *effective], [0], batch=8, accumulation=1)
+    cut = train(launch, model, (1, 2, 2), "1f1b", words=effective)
+    assert deviation(whole, cut) < 1e-5
+    for strategy in ("ddp", "fsdp"):
+        words = [f"strategy={strategy}", "hardware.devices=2", *effective]
+        assert deviation(whole, launch(model, words, [0, 1], batch=2)) < 1e-5
+
+
+@slow
+def test_checkpoints_are_portable(tmp_path: Path, launch, reference, deviation) -> None:
+    path, final = tmp_path / "half.ckpt", reference("bevfusion", 8, "adamw")
+    train(launch, "bevfusion", (1, 2, 2), "1f1b", optimizer="adamw", save=str(path))
+    for words, replica, accumulation in (
+        (["strategy=single"], [0], 8),
+        (["strategy=fsdp", "hardware.devices=2"], [0, 1], 4),
+    ):
+        words += ["trainer.gradient_clip_val=0.5", "optim.schedule=constant"]
+        seen = launch(
+            "bevfusion",
+            words,
+            replica,
+            accumulation=accumulation,
+            optimizer="adamw",
+            begin=2 * accumulation,
+            resume=str(path),
+        )
+        assert deviation({**final, "gradients": final["gradients"][2:]}, seen) < 2e-4
+    seen = train(
+        launch, "bevfusion", (2, 2, 1), "gpipe", optimizer="adamw", begin=4, resume=str(path)
+    )
+    assert deviation({**final, "gradients": final["gradients"][2:]}, seen) < 2e-4
+
+
+@slow
+def test_batch_norms_move_in_their_stage_and_arrive_everywhere(launch) -> None:
+    seen = train(launch, "bevfusion", (1, 2, 1), "1f1b", moving_norms=True)
+    counted = [int(v) for k, v in seen["weights"].items() if k.endswith("num_batches_tracked")]
+    # Two micro-batches, two micro-steps, four steps; of the head too, on process 0.
+    assert len(counted) > 10 and set(counted) == {16}
+
+
+@slow
+def test_what_autograd_keeps(launch) -> None:
+    """Of a global batch of four samples, the most loaded process of 1 x 2 x 2 against ddp."""
+    kept = {}
+    once = {"steps": 1, "accumulation": 1}
+    for cuts in ("[fusion]", "[transform]"):
+        words = [f"strategy.cuts={cuts}"]
+        kept[cuts] = train(launch, "bevfusion_toy", (1, 2, 2), "1f1b", words=words, **once)["kept"]
+    words = ["strategy=ddp", "hardware.devices=4"]
+    kept["ddp"] = launch("bevfusion_toy", words, [0, 1, 2, 3], **once)["kept"]
+    print({name: [round(own / 2**20, 1) for own in each] for name, each in kept.items()})
+    assert max(kept["[transform]"]) < 0.75 * max(kept["ddp"])
+    assert max(kept["[transform]"]) < max(kept["[fusion]"])
+
+
+def chain(model: str, size: int = 1) -> Any:
+    cfg = load("train", [f"model={model}"])
+    module = instantiate(OmegaConf.to_container(cfg.model, resolve=True), _convert_="all")
+    group = SimpleNamespace(size=lambda: size, rank=lambda: 0)
+    return partition_model(module, group)  # type: ignore[arg-type]
+
+
+def test_a_chain_is_cut_where_its_model_says() -> None:
+    def names(stages: list[Any]) -> list[list[str]]:
+        return [[part.name for part in stage] for stage in stages]
+
+    fusion = chain("bevfusion_toy")
+    assert names(fusion.split(2)) == [["images"], ["transform", "fusion", "head"]]
+    assert names(fusion.split(2, ["fusion"])) == [["images", "transform"], ["fusion", "head"]]
+    assert len(fusion.split(4)) == 4
+    former = chain("bevformer_toy")
+    assert names(former.split(2)) == [["images", "neck"], ["transform", "head"]]
+    with pytest.raises(InputError, match=r"strategy.pipeline=5 and this model has 4 parts .*; set"):
+        former.split(5)
+    with pytest.raises(InputError, match=r"must name 1 of this model's parts .*; set strategy"):
+        former.split(2, ["images"])
+    with pytest.raises(InputError, match="this model has no camera; set strategy.model=1"):
+        chain("bevfusion_lidar_toy", 2)
+    with pytest.raises(InputError, match="shares out the 40 rows of model.network.encoder.grid"):
+        chain("bevformer_toy", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["hardware=cpu", "hardware.devices=3"], "lays strategy.data=auto x strategy.pipeline=2"),
+        (["hardware=4x4090", "strategy.data=2"], "over 4 processes (hardware.nodes=1 x"),
+        (["strategy.pipeline=0"], "strategy.pipeline=0 must be a whole number"),
+        (["strategy.schedule=2f2b"], "set strategy.schedule=gpipe or 1f1b"),
+        (["strategy.micro_batches=1"], "set strategy.micro_batches=2 or strategy.schedule=gpipe"),
+        (["data.batch_size=3"], "strategy.micro_batches=2 does not divide data.batch_size=3"),
+        (["trainer.sync_batchnorm=true"], "set trainer.sync_batchnorm=false"),
+    ],
+)
+def test_refusals(words: list[str], sentence: str) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        check(load("train", ["strategy=hybrid", "data.batch_size=2", *words]))
+
+
+def test_four_machines_or_four_cards() -> None:
+    for hardware in ("4x4090", "4n1x4090"):
+        cfg = load("train", [f"hardware={hardware}", "strategy=hybrid", "strategy.model=3"])
+        with pytest.raises(InputError, match="do not make up that mesh"):
+            check(cfg)
+        cfg = load("train", [f"hardware={hardware}", "strategy=hybrid"])
+        check(cfg)
+        plain = resolve(cfg, Machine())
+        check(plain)
+        assert plain.trainer.strategy["_target_"].endswith("HybridStrategy")
+        assert [plain.trainer.strategy[key] for key in ("data", "pipeline", "model")] == [1, 2, 2]

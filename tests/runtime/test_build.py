@@ -1,0 +1,54 @@
+"""Values that a constructor refuses leave as one sentence."""
+
+import pytest
+import torch
+
+from bev_lightning.benchmarks.random_batches import make_batch
+from bev_lightning.config.program import load, resolve
+from bev_lightning.errors import InputError
+from bev_lightning.hardware.machine import Machine
+from bev_lightning.runtime.build import build_module, prepare_execution
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("optim.lr=inf", "^optim.lr=inf must be a positive number"),
+        ("optim.start_factor=-1", "^optim.start_factor=-1 must be a number of at least 0"),
+        ("loss_norm=mean", "^loss_norm=mean is unknown; use loss_norm=batch or effective"),
+        ("optim.warmup=2", "^optim.warmup=2 is a share of all steps"),
+        ("model.inputs.camera.size=[96]", "under model.inputs.camera do not fit: .* height, width"),
+        ("model.network.head.grid.cell=[1.7,1.6]", "model.network.head.grid do not fit: .*divide"),
+        ("optim.multipliers={foo:1}", "^optim.multipliers has foo, which fits no parameter"),
+    ],
+)
+def test_the_sentence_names_the_key(word: str, message: str) -> None:
+    cfg = resolve(load("train", ["hardware=cpu", word]), Machine(num_cpus=2))
+    with pytest.raises(InputError, match=message):
+        build_module(cfg)
+
+
+def test_channels_last_changes_the_memory_alone() -> None:
+    terms, modules = [], []
+    for layout in ("false", "true"):
+        words = ["hardware=cpu", "model=bevfusion_toy", f"channels_last={layout}"]
+        cfg = resolve(load("train", [*words, "model.inputs.camera.size=[64,128]"]), Machine())
+        module = build_module(cfg)
+        prepare_execution(module, cfg)
+        batch = make_batch(module.inputs, num_classes=10, num_boxes=5)
+        terms.append(module.loss(module(batch), batch.targets))
+        modules.append(module)
+    torch.testing.assert_close(terms[0], terms[1], rtol=1e-3, atol=1e-4)
+    plain, laid = (dict(module.named_parameters()) for module in modules)
+    assert list(plain) == list(laid)
+    weight = laid["network.backbone.blocks.0.0.weight"]
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    assert all(torch.equal(plain[name], laid[name]) for name in plain)
+
+
+def test_the_learning_rate_is_scaled_once() -> None:
+    words = ["hardware=cpu", "optim.lr=2e-4", "optim.scale_lr=sqrt", "optim.base_batch=8"]
+    cfg = resolve(load("train", [*words, "data.batch_size=2"]), Machine(num_cpus=2))
+    module = build_module(cfg)
+    assert module.optim is not None and module.optim.lr == pytest.approx(1e-4)
+    assert module.optim.scale_lr is None

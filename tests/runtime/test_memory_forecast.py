@@ -1,0 +1,91 @@
+"""The plan of a training: arithmetic, verdict, and that it needs neither the cards nor the data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bev_lightning.config.program import load, resolve
+from bev_lightning.hardware.machine import Machine
+from bev_lightning.hardware.memory import Peak
+from bev_lightning.runtime.memory_forecast import Plan, make_plan
+
+CPU = Machine(num_cpus=2, cpu_memory_gib=24.0)
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 GiB of activations a sample, half of it with checkpointing or 16 bits."""
+
+    def measure(cfg: object, cases: object) -> list[Peak]:
+        return [
+            Peak(
+                512.0,
+                0.0,
+                1024.0,
+                10_240.0
+                * case.batch_size
+                * (0.5 if case.checkpointing else 1)
+                * (1 if case.precision == "32-true" else 0.5),
+                0.0,
+            )
+            for case in cases  # type: ignore[attr-defined]
+        ]
+
+    monkeypatch.setattr("bev_lightning.runtime.memory_forecast.measure_cases", measure)
+
+
+def plan(*words: str) -> Plan:
+    return make_plan(resolve(load("plan", ["data=nuscenes", *words]), CPU))
+
+
+@pytest.mark.usefixtures("peaks")
+def test_arithmetic_and_verdict() -> None:
+    told = plan("hardware=4x3090", "precision=32", "data.batch_size=1", "accumulation=2")
+    assert told.batch.effective_batch == 8 and told.steps_per_epoch == 3517
+    # ddp sends a copy of the gradients.
+    assert told.buckets_mib == 512 and told.total_mib == 512 + 1024 + 10_240 + 512
+    assert told.verdict == "fits" and told.largest_batch == 2
+    assert told.remedies["precision=bf16 or 16"] == told.total_mib - 5_120
+    assert told.remedies["strategy=fsdp"] == pytest.approx(1536 / 4 + 10_240)
+    assert plan("hardware=4x3090", "precision=32", "data.batch_size=2").verdict == "tight"
+    told = plan("hardware=4x3090", "precision=32", "data.batch_size=3")
+    assert told.verdict == "does not fit"
+    assert told.to_line() == (
+        "peak memory of a process: 32.00 GiB of 24.0 GiB, does not fit; python -m "
+        "bev_lightning.plan shows what takes less"
+    )
+    assert plan("hardware=4x3090", "precision=16", "data.batch_size=4").verdict == "tight"
+
+
+@pytest.mark.usefixtures("peaks")
+def test_samples_are_those_of_the_data() -> None:
+    assert plan("hardware=1x3090", "data.cbgs=true").num_samples == 123_580
+    assert plan("hardware=1x3090", "data.version=v9.9").steps_per_epoch is None
+    assert plan("hardware=1x3090", "num_samples=1000", "data.batch_size=3").steps_per_epoch == 334
+    cfg = resolve(load("plan", ["hardware=cpu"]), CPU)
+    assert make_plan(cfg).num_samples == 800 and make_plan(cfg).memory_gib is not None
+
+
+def test_any_machine_plans_for_any_cards(tmp_path: Path) -> None:
+    words = ["hardware=4x4090", "model=bevfusion_toy", "data.batch_size=4", "data=nuscenes"]
+    process = subprocess.run(
+        [sys.executable, "-m", "bev_lightning.plan", *words],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "16 samples per optimizer step" in process.stdout and "verdict: fits" in process.stdout
+    (path,) = tmp_path.glob("outputs/plan/*/plan.json")
+    told = json.loads(path.read_text())
+    assert told["effective_batch"] == 16 and told["memory_gib"] == 24
+    assert told["total_mib"] == pytest.approx(sum(list(told["peak_mib"].values())[:5]) + 4.4, abs=1)
+    assert told["largest_batch_size"] > 4
+    assert told["remedies_mib"]["data.batch_size=2, accumulation doubled"] < told["total_mib"]
