@@ -99,8 +99,8 @@ def test_a_step_waits_only_where_a_comment_says_why(
     own = {key: count for key, count in waits.items() if " ops/" not in key}
     assert own == ({} if name.startswith("bevformer") else {"nonzero models/pillars.py": 1})
     assert sum(waits.values()) <= 7
-    assert found.get("queued to host objectives/matching.py", 0) == crossings
-    assert found.get("queued from host objectives/matching.py", 0) == crossings
+    assert found.get("queued to host losses/matching.py", 0) == crossings
+    assert found.get("queued from host losses/matching.py", 0) == crossings
 
 
 def test_what_waits_is_written_down() -> None:

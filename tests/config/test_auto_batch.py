@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bev_lightning.config import auto_batch as batch_search
 from bev_lightning.config.auto_batch import find_batch, try_batch, with_values
-from bev_lightning.config.program import auto_batch as batch_search
 from bev_lightning.config.program import load
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import BatchPlan
