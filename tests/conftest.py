@@ -1,9 +1,21 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that tests of several packages share."""
 
+import math
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from bev_lightning.config.program import load
+from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.structures import Batch, Boxes3D, Cameras, Points
+from bev_lightning.structures.geometry import make_transform
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +42,102 @@ def _folder(variable: str, content: str) -> Path:
     if not value:
         pytest.skip(f"{variable} is not set; it names the folder with {content}")
     return Path(value)
+
+
+RANGE = [-12.8, -12.8, -5.0, 12.8, 12.8, 3.0]
+WORDS = {
+    "bevfusion": [
+        "model=bevfusion_toy",
+        "model.inputs.camera.size=[32,64]",
+        f"model.inputs.lidar.range={RANGE}",
+        "model.network.camera.backbone.width=4",
+        "model.network.camera.neck={in_channels:[8,16],out_channels:8}",
+        "model.network.camera.lift={in_channels:8,out_channels:8,depth_bins:[2.0,14.0,2.0]}",
+        "model.network.lidar.out_channels=8",
+        "model.network.fuser={in_channels:[8,8],out_channels:8}",
+        "model.network.backbone={in_channels:8,out_channels:[8,8,8],layer_nums:[1,1,1]}",
+        "model.network.neck={in_channels:[8,8,8],out_channels:[8,8,8]}",
+        "model.network.head={in_channels:24,channels:8,num_boxes:20}",
+    ],
+    "bevformer": [
+        "model=bevformer_toy",
+        "model.inputs.camera.size=[32,64]",
+        "model.network.backbone.width=4",
+        "model.network.neck={in_channels:[8,16],out_channels:16}",
+        f"model.network.encoder.grid={{range:{RANGE},cell:[1.6,1.6]}}",
+        "model.network.encoder={channels:16,num_heads:2,ffn_channels:32}",
+        "model.network.head={channels:16,num_heads:2,ffn_channels:32}",
+        "model.network.head={num_queries:12,max_boxes:12}",
+        "model.network.perspective.channels=16",
+    ],
+}
+WORDS["learned"] = [
+    *WORDS["bevformer"],
+    "model.network.head={heatmap_start:false,num_denoising:0}",
+]
+
+
+@pytest.fixture
+def make_module() -> Callable[..., DetectionModule]:
+    """``make_module(name, *words)``: a model with weights that depend on nothing but its name."""
+
+    def make(name: str, *words: str, **arguments: Any) -> DetectionModule:
+        cfg = load("train", [*WORDS[name], *words])
+        node = OmegaConf.to_container(cfg.model, resolve=True)
+        assert isinstance(node, dict)
+        node["evaluator"] = None
+        torch.manual_seed(0)
+        return instantiate(node, _convert_="all", **arguments)
+
+    return make
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., Batch]:
+    """``make_batch(seed, boxes)``: a frame for each number of boxes, with cameras, lidar, history
+    and annotations."""
+    return _make_batch
+
+
+def _make_batch(seed: int, boxes: Sequence[int] = (2, 3)) -> Batch:
+    rng = torch.Generator().manual_seed(seed)
+    size, most = len(boxes), max(1, *boxes)
+
+    def draw(*shape: int, low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(shape, generator=rng)
+
+    rotation = torch.zeros(6, 3, 3)
+    for camera in range(6):
+        angle = camera * math.pi / 3
+        right = torch.tensor([math.sin(angle), -math.cos(angle), 0.0])
+        ahead = torch.tensor([math.cos(angle), math.sin(angle), 0.0])
+        rotation[camera] = torch.stack([right, torch.tensor([0.0, 0.0, -1.0]), ahead])
+    intrinsic = torch.tensor([[40.0, 0.0, 32.0], [0.0, 40.0, 16.0], [0.0, 0.0, 1.0]])
+    view = make_transform(intrinsic @ rotation, torch.zeros(6, 3)).expand(size, -1, -1, -1)
+    pose = torch.eye(4, dtype=torch.float64).repeat(size, 1, 1)
+    pose[:, :2, 3] = 900.0
+    centre = draw(size, most, 3, low=-12.0, high=12.0)
+    centre[..., 2] = 0.0
+    targets = Boxes3D(
+        centre=centre,
+        size=torch.tensor([4.0, 2.0, 1.5]).expand(size, most, 3),
+        yaw=draw(size, most, low=-3.0, high=3.0),
+        velocity=torch.ones(size, most, 2),
+        label=torch.randint(0, 10, (size, most), generator=rng),
+        valid=torch.arange(most) < torch.tensor(boxes).unsqueeze(1),
+    )
+    points = draw(size, 300, 5, low=-12.0, high=12.0)
+    points[..., 2:] = draw(size, 300, 3, low=0.0, high=1.0)
+    frame = Batch(
+        sample_tokens=tuple(f"sample-{seed}-{row}" for row in range(size)),
+        scene_tokens=("scene",) * size,
+        timestamps=torch.arange(size),
+        global_from_lidar=pose,
+        global_from_ego=pose.clone(),
+        lidar_from_previous_lidar=torch.eye(4).repeat(size, 1, 1),
+        has_previous=torch.ones(size, dtype=torch.bool),
+        cameras=Cameras(draw(size, 6, 3, 32, 64, low=-1.0, high=1.0), view),
+        points=Points(points, torch.full((size,), 300)),
+        can_bus=torch.zeros(size, 18),
+    )
+    return replace(frame, targets=targets, history=(frame,))

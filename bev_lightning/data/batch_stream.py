@@ -51,7 +51,7 @@ class BatchStream:
     ) -> None:
         self.loader = loader
         self.frames = frames
-        self.sampler = sampler
+        self.order = sampler
         self.num_micro_steps = num_micro_steps
         self.micro_step = micro_step
         self.accumulation = accumulation
@@ -68,13 +68,13 @@ class BatchStream:
         start = self.micro_step
         stop = ((start - self.shift) // self.num_micro_steps + 1) * self.num_micro_steps
         stop += self.shift
-        batches = self.loader.open(self.frames, self.sampler, start, stop)
+        batches = self.loader.open(self.frames, self.order, start, stop)
         try:
             for micro_step in range(start, stop):
                 began = time.perf_counter()
                 batch = next(batches)
                 self.seconds_waited += time.perf_counter() - began
-                seed_everything(self.sampler.seed, self.sampler.rank, micro_step)
+                seed_everything(self.order.seed, self.order.rank, micro_step)
                 self.micro_step = micro_step + 1
                 yield batch
         finally:
@@ -90,7 +90,7 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, in plain numbers."""
-        return {"micro_step": self.micro_step, **_identity(self.sampler)}
+        return {"micro_step": self.micro_step, **_identity(self.order)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where another stream stopped.
@@ -99,14 +99,14 @@ class BatchStream:
             InputError: seed or number of samples differ, with which the order would be another.
         """
         for name in ("seed", "num_samples"):
-            own = getattr(self.sampler, name)
+            own = getattr(self.order, name)
             if state.get(name) != own:
                 raise InputError(
                     f"the checkpoint's data stream has {name} = {state.get(name)} and this run has "
                     f"{own}, so it cannot go on at the same sample: set it back, or start anew "
                     f"from the weights with init_from=<checkpoint>"
                 )
-        self.micro_step, self.num_again = self.sampler.translate(state, self.accumulation)
+        self.micro_step, self.num_again = self.order.translate(state, self.accumulation)
 
 
 class WindowedStream:
@@ -143,7 +143,7 @@ class WindowedStream:
         return len(self.stream)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches, sampler = iter(self.stream), self.stream.sampler
+        batches, sampler = iter(self.stream), self.stream.order
         try:
             while window := tuple(islice(batches, self.size)):
                 self.window = window
@@ -166,16 +166,16 @@ class EvaluationStream:
     def __init__(self, loader: Loader, frames: FrameSource, sampler: SceneSampler) -> None:
         self.loader = loader
         self.frames = frames
-        self.sampler = sampler
+        self.order = sampler
         self.seconds_waited = 0.0
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.order)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self.loader.open(self.frames, self.sampler, 0, len(self.sampler))
+        batches = self.loader.open(self.frames, self.order, 0, len(self.order))
         try:
-            for _ in range(len(self.sampler)):
+            for _ in range(len(self.order)):
                 began = time.perf_counter()
                 batch = next(batches)
                 self.seconds_waited += time.perf_counter() - began

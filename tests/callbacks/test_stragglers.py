@@ -132,7 +132,7 @@ def take_part(rank: int, port: int, dies: bool, said) -> None:
 @pytest.mark.parametrize("dies", [True, False])
 def test_gloo_s_errors_are_told(dies: bool) -> None:
     context = multiprocessing.get_context("fork")
-    heard, said = context.PipelineStage(duplex=False)
+    heard, said = context.Pipe(duplex=False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

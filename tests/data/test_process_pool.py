@@ -55,7 +55,7 @@ def test_a_worker_destroys_nothing_that_it_inherited() -> None:
     try:
         Cycle(told)
         context = multiprocessing.get_context("fork")
-        ours, theirs = context.PipelineStage()
+        ours, theirs = context.Pipe()
         worker = context.Process(target=collect, args=(theirs, told))
         worker.start()
         assert ours.poll(60) and ours.recv() == []

@@ -36,11 +36,11 @@ def test_interpreted_kernels_equal_the_reference(file: str) -> None:
 VALUES = {"locations": "*fp32", "weights": "*fp32", "anchors": "*fp32", "seen": "*u8"}
 INDEX = {"depth": "*fp32", "points": "*i32", "pixels": "*i32", "starts": "*i32", "cells": "*i32"}
 SOURCES = {
-    ("bev_pool_triton", "_sum_points"): INDEX | {"rows": "*bf16", "out": "*bf16"},
-    ("bev_pool_triton", "_share_gradient"): INDEX
+    ("bev_pool", "_sum_points"): INDEX | {"rows": "*bf16", "out": "*bf16"},
+    ("bev_pool", "_share_gradient"): INDEX
     | {"rows": "*bf16", "grad": "*bf16", "grad_depth": "*fp32", "grad_rows": "*bf16"},
-    ("deform_attention_triton", "_attend"): VALUES | {"value": "*bf16", "out": "*fp32"},
-    ("deform_attention_triton", "_attend_backward"): VALUES
+    ("deform_attention", "_attend"): VALUES | {"value": "*bf16", "out": "*fp32"},
+    ("deform_attention", "_attend_backward"): VALUES
     | {"value": "*bf16", "grad": "*bf16"}
     | {f"grad_{name}": "*fp32" for name in ("value", "locations", "weights")},
 }
@@ -53,7 +53,7 @@ def test_kernels_compile_for_a_gpu(source: tuple[str, str], monkeypatch, tmp_pat
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"bev_lightning.ops.{source[0]}"), source[1])
+    kernel = getattr(importlib.import_module(f"bev_lightning.ops.{source[0]}.triton"), source[1])
     sizes = {"POINTS": 16, "QUERIES": 32, "CHANNELS": 32, "ACCUMULATE": triton.language.float32}
     types = SOURCES[source]
     signature = {

@@ -20,7 +20,7 @@ NUM_BOXES = ((1, 7), (4, 0), (2, 3), (0, 0))
 class Stream:
     """Batches as a training stream hands them out, with a draw of the generator at each."""
 
-    schedule = SimpleNamespace(seed=3, rank=0)
+    order = SimpleNamespace(seed=3, rank=0)
     seconds_waited = 0.5
 
     def __init__(self, batches: Sequence[Any]) -> None:

@@ -311,14 +311,14 @@ class HeadCase(Case):
         super().__init__(folder, name)
         self.predictions = self.network.head(self.bev)
         self.targets = self.samples(self.rows)
-        self.loss = SetPredictionLoss(
+        self.criterion = SetPredictionLoss(
             class_weight=self.config["loss_cls"]["loss_weight"],
             box_weight=self.config["loss_bbox"]["loss_weight"],
             code_weights=self.code_weights,
             skip_unknown_rows=True,
         )
-        self.assignment = self.loss.match(self.predictions, self.targets).finish()
-        self.by_class, self.by_box = self.loss.layer_terms(
+        self.assignment = self.criterion.match(self.predictions, self.targets).finish()
+        self.by_class, self.by_box = self.criterion.layer_terms(
             self.predictions, self.targets, self.assignment
         )
         if not self.alone:
@@ -372,9 +372,9 @@ class HeadCase(Case):
             close(queries.logits[:, row : row + 1], alone.queries.logits.numpy(), 1e-4)
             close(queries.code[:, row : row + 1], alone.queries.code.numpy(), 1e-3)
             targets = self.samples([self.rows[row]])
-            assignment = self.loss.match(alone, targets).finish()
+            assignment = self.criterion.match(alone, targets).finish()
             close(self.assignment.box[:, row : row + 1], assignment.box.numpy(), 0.0)
-            by_class, by_box = self.loss.layer_terms(alone, targets, assignment)
+            by_class, by_box = self.criterion.layer_terms(alone, targets, assignment)
             total = total + (by_class.sum() + by_box.sum()) * targets.num
             count += targets.num
         close(total / count, self.loss("total").detach().numpy(), 1e-5, 1e-5)

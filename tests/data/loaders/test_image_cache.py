@@ -82,7 +82,7 @@ def test_a_record_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
     assert cache.num_records == 1
     path = write(tmp_path / "a")
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.PipelineStage()
+    ours, theirs = context.Pipe()
 
     def hold() -> None:
         image_cache.fcntl.lockf(cache._file, image_cache.fcntl.LOCK_EX, 1, 0)
