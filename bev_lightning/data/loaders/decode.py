@@ -87,7 +87,7 @@ def read_image_into(
             return
         if cache is not None and stamp is not None:
             cache.keep(source.path, reduction, stamp, pixels)
-    if source.lens is not None:
+    if source.camera_model is not None:
         undistort(source, pixels, out)
         return
     # Pixel centres lie at integers: reducing acts on u + 0.5.

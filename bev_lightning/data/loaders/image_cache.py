@@ -174,7 +174,7 @@ def open_image_cache(
         (height, width), network = source.original_size, source.size
         scale = max(network[0] / height, network[1] / width)
         scale *= 1.0 if frames.augment is None else frames.augment.image_scale[1]
-        scale *= 1.0 if source.lens is None else source.lens.zoom
+        scale *= 1.0 if source.camera_model is None else source.camera_model.zoom
         reduction = 1 if getattr(loader, "full_decode", False) else choose_reduction(scale)
         largest = max(largest, -(-height // reduction) * -(-width // reduction) * 3)
     return ImageCache(kind, limit_gib, largest, Path(folder))

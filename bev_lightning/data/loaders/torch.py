@@ -73,7 +73,7 @@ def read_image(source: ImageSource) -> np.ndarray:
             f"{source.original_size[1]}x{source.original_size[0]}: the calibration would be "
             f"wrong; restore the file"
         )
-    if source.lens is not None:
+    if source.camera_model is not None:
         return undistort(source, np.asarray(image.reduce(choose_reduction(source.scale))))
     resized, corner, flip, angle = _decompose(source)
     image = image.resize(resized[::-1], Image.Resampling.BICUBIC)

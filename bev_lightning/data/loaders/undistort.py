@@ -1,4 +1,4 @@
-"""From a decoded image to the network's, through the one map of lens and augmentation."""
+"""Undistorts and augments an image in one remap."""
 
 import functools
 
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bev_lightning.data.camera_models import Lens, map_pixels
+from bev_lightning.data.camera_models import CameraModel, undistortion_map
 from bev_lightning.data.samples.file_sources import ImageSource
 
 
@@ -19,10 +19,10 @@ def undistort(source: ImageSource, pixels: np.ndarray, out: np.ndarray | None = 
         out: memory for the result.
 
     Returns:
-        ``(H, W, 3)`` uint8; black where the lens shows nothing.
+        ``(H, W, 3)`` uint8; black where the camera sees nothing.
     """
     matrix = np.ascontiguousarray(source.network_from_original, np.float64).tobytes()
-    where = _recall_map(source.lens, matrix, source.size, _scale(source, pixels.shape))
+    where = _cached_map(source.camera_model, matrix, source.size, _scale(source, pixels.shape))
     mapped: np.ndarray = cv2.remap(pixels, where, np.empty(0), cv2.INTER_LINEAR, dst=out)
     return mapped
 
@@ -31,7 +31,9 @@ def undistort_on_device(source: ImageSource, pixels: Tensor) -> Tensor:
     """:func:`undistort` with torch, on the device of ``pixels``; rounded alike to 1 of 255."""
     height, width, _ = pixels.shape
     scale = _scale(source, pixels.shape)
-    where = map_pixels(source.lens, source.network_from_original, source.size, scale, pixels.device)
+    where = undistortion_map(
+        source.camera_model, source.network_from_original, source.size, scale, pixels.device
+    )
     # grid_sample counts from -1 to 1, the middles of the first and the last pixel.
     where = where * (2 / torch.tensor([max(width - 1, 1), max(height - 1, 1)])).to(where) - 1
     image = pixels.permute(2, 0, 1)[None].float()
@@ -50,10 +52,13 @@ def _scale(source: ImageSource, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=16)  # images that are not augmented are mapped alike each time
-def _recall_map(
-    lens: Lens | None, matrix: bytes, size: tuple[int, int], scale: tuple[float, float]
+def _cached_map(
+    camera_model: CameraModel | None,
+    matrix: bytes,
+    size: tuple[int, int],
+    scale: tuple[float, float],
 ) -> np.ndarray:
-    where: np.ndarray = map_pixels(
-        lens, np.frombuffer(matrix, np.float64).reshape(3, 3), size, scale
+    where: np.ndarray = undistortion_map(
+        camera_model, np.frombuffer(matrix, np.float64).reshape(3, 3), size, scale
     ).numpy()
     return where

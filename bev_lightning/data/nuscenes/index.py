@@ -59,7 +59,7 @@ class Index:
         reference: the channel whose frame is the model's, or ``ego``.
         splits: scene names of each split that has scenes here.
         scenes_without_can_bus: names, in the tables' order.
-        has_lenses: whether an image has to be straightened.
+        has_lenses: whether an image has to be undistorted.
         channels, detections: names that numbers in the file stand for: of the sensors, and of each
             category in the detection task.
         tokens: sample tokens, scene by scene, forward in time.

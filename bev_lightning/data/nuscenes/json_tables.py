@@ -17,7 +17,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bev_lightning.data.camera_models import LENS_MODELS
+from bev_lightning.data.camera_models import CAMERA_MODELS
 from bev_lightning.errors import InputError
 
 # Where one record ends and the next begins. The large tables nest no objects, and their texts are
@@ -174,19 +174,19 @@ def read_paths(records: Sequence[dict[str, Any]]) -> pa.Array:
     return pa.array(plain, pa.string())
 
 
-def check_lens(model: str, coefficients: int, where: str) -> None:
+def check_camera_model(model: str, coefficients: int, where: str) -> None:
     """Refuse an unknown model, or a number of coefficients that it does not have. Raises
     InputError.
 
     Args:
         where: what the sentence begins with.
     """
-    if model not in LENS_MODELS:
+    if model not in CAMERA_MODELS:
         raise InputError(
-            f"{where} has the camera model {model!r}: use one of {', '.join(LENS_MODELS)}"
+            f"{where} has the camera model {model!r}: use one of {', '.join(CAMERA_MODELS)}"
         )
-    if coefficients not in LENS_MODELS[model]:
-        numbers = " or ".join(str(number) for number in LENS_MODELS[model])
+    if coefficients not in CAMERA_MODELS[model]:
+        numbers = " or ".join(str(number) for number in CAMERA_MODELS[model])
         raise InputError(
             f"{where} has {coefficients} distortion coefficients, and {model} has {numbers}"
         )

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bev_lightning.data.camera_models import LENS_MODELS, MAX_COEFFICIENTS
+from bev_lightning.data.camera_models import CAMERA_MODELS, MAX_COEFFICIENTS
 from bev_lightning.data.nuscenes.json_tables import (
-    check_lens,
+    check_camera_model,
     read_numbers,
     read_poses,
     read_table,
@@ -188,8 +188,8 @@ def _read_lenses(calibrations: list[dict[str, Any]]) -> tuple[np.ndarray, np.nda
             continue
         model = record.get("camera_model") or "brown_conrady"
         where = f"the record {record['token']} of calibrated_sensor.json"
-        check_lens(model, len(given), where)
-        lens[row] = list(LENS_MODELS).index(model)
+        check_camera_model(model, len(given), where)
+        lens[row] = list(CAMERA_MODELS).index(model)
         distortion[row, : len(given)] = read_numbers(
             "calibrated_sensor", [record], "camera_distortion", (len(given),)
         )

@@ -39,7 +39,7 @@ class Readings:
         global_from_ego: ``(S, 7)`` likewise, of the ego at the reading's own time.
         intrinsic: ``(S, 3, 3)`` float64 camera matrix [pixels], zero for other sensors.
         size: ``(S, 2)`` int64 height, width [pixels], zero for other sensors.
-        lens: ``(S,)`` int64 number of the camera model among ``LENS_MODELS``.
+        lens: ``(S,)`` int64 number of the camera model among ``CAMERA_MODELS``.
         distortion: ``(S, 8)`` float64 its coefficients, zeros behind them.
     """
 

@@ -44,7 +44,7 @@ PARTS = {
 }
 """Lists of a sample: a row for each reading, for each calibration that its readings were made with
 (``readings.calibration`` counts these), for each box. Channels, categories and attributes are
-numbers into lists of names among the notes, lenses into ``camera_models.LENS_MODELS``."""
+numbers into lists of names among the notes, lenses into ``camera_models.CAMERA_MODELS``."""
 SCHEMA = pa.schema(
     [
         *((name, _TEXT) for name in ("token", "scene_token", "scene_name", "previous", "next")),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bev_lightning.data.camera_models import Lens
+from bev_lightning.data.camera_models import CameraModel
 
 
 @dataclass(frozen=True)
@@ -18,21 +18,21 @@ class ImageSource:
         size: height, width of the network's image [pixels].
         network_from_original: ``(3, 3)`` float64 affine map of pixels: resize, crop, flip and
             rotation in one. Pixel CENTRES lie at integers (OpenCV's convention; DALI puts them at
-            +0.5). With a lens it starts at the lens's pinhole view instead, which is as large.
-        lens: what the file was taken through, where it has to be straightened.
+            +0.5). With a camera model it starts at its pinhole view instead, which is as large.
+        camera_model: of the file, where it has to be undistorted; None for a plain pinhole.
     """
 
     path: Path
     original_size: tuple[int, int]
     size: tuple[int, int]
     network_from_original: np.ndarray
-    lens: Lens | None = None
+    camera_model: CameraModel | None = None
 
     @property
     def scale(self) -> float:
         """Of the network's image relative to the file's, where it is smallest on the axis."""
         scale = float(np.linalg.norm(self.network_from_original[:2, :2], axis=0).max())
-        return scale if self.lens is None else scale * self.lens.zoom
+        return scale if self.camera_model is None else scale * self.camera_model.zoom
 
 
 @dataclass(frozen=True)

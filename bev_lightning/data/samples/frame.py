@@ -91,7 +91,7 @@ class FrameSource:
         tokens: sample tokens, in order.
         dropped: sentence for each sample left out because files are missing
             (``on_missing="skip"``), by token.
-        has_distorted_images: whether images are taken through lenses that bend rays.
+        has_distorted_images: whether images are undistorted (some camera is no plain pinhole).
         image_cache: decoded images, for the loaders that keep them.
     """
 
@@ -146,7 +146,7 @@ class FrameSource:
             target_range = None if sensor is None else sensor.range
         self.target_range = target_range
         self.tokens, self.dropped = filter_missing(index, tokens, inputs, on_missing)
-        self.has_distorted_images = index.has_lenses or bool(self.rig.lenses)
+        self.has_distorted_images = index.has_lenses or bool(self.rig.camera_models)
         self._kept = frozenset(self.tokens)
         self.image_cache: ImageCache | None = None
 
@@ -278,10 +278,12 @@ class FrameSource:
         for place, (row, network_from_original) in enumerate(zip(rows, maps, strict=True)):
             height, width = readings.size[row].tolist()
             path = self.index.root / readings.path[row]
-            lens = self.rig.lens(camera.channels[place], readings, row)
-            if lens is not None:
-                intrinsics[place] = lens.view
-            source = ImageSource(path, (height, width), camera.size, network_from_original, lens)
+            camera_model = self.rig.camera_model(camera.channels[place], readings, row)
+            if camera_model is not None:
+                intrinsics[place] = camera_model.view
+            source = ImageSource(
+                path, (height, width), camera.size, network_from_original, camera_model
+            )
             sources.append(source)
         global_from_camera = global_from_sensor(readings, rows)
         image_from_camera = np.tile(np.eye(4), (len(rows), 1, 1))

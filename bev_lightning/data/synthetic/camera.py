@@ -13,7 +13,7 @@ from bev_lightning.data.synthetic.rig import Array, Mount
 from bev_lightning.data.synthetic.scene import Scene
 
 if TYPE_CHECKING:
-    from bev_lightning.data.camera_models import Lens
+    from bev_lightning.data.camera_models import CameraModel
 
 _GROUND_COLOUR = np.array(  # of GRASS .. LOT
     [[88.0, 104, 62], [92, 92, 94], [212, 210, 200], [142, 138, 132], [116, 112, 106]]
@@ -223,7 +223,7 @@ def render_camera(
 
     Args:
         pose: ``global_from_camera`` ``(4, 4)`` at ``time_s``.
-        mount: of the camera: size, intrinsic and lens.
+        mount: of the camera: size, intrinsic and camera model.
 
     Returns:
         RGB ``(H, W, 3)``; the object seen at each pixel ``(H, W)``, -1 for none; and the number of
@@ -241,7 +241,7 @@ def render_camera(
         pose,
         _find_rays(mount),
         mount.intrinsic,
-        mount.lens is None,
+        mount.camera_model is None,
         scene.object_poses(time_s),
         scene.hulls,
         scene.parts,
@@ -259,8 +259,8 @@ def render_camera(
 
 def _find_rays(mount: Mount) -> Array:
     """``(H, W, 3)`` in the camera's frame; z is 1 but for a fisheye."""
-    if mount.lens is not None:
-        return _unproject_all(mount.lens, mount.image_size)
+    if mount.camera_model is not None:
+        return _unproject_all(mount.camera_model, mount.image_size)
     assert mount.intrinsic is not None
     height, width = mount.image_size
     rays = np.ones((height, width, 3))
@@ -270,9 +270,9 @@ def _find_rays(mount: Mount) -> Array:
 
 
 @functools.lru_cache(maxsize=16)
-def _unproject_all(lens: "Lens", image_size: tuple[int, int]) -> Array:
+def _unproject_all(camera_model: "CameraModel", image_size: tuple[int, int]) -> Array:
     import torch  # late: pinholes do without
 
     v, u = (torch.arange(length, dtype=torch.float64) for length in image_size)
     pixels = torch.stack(torch.meshgrid(u, v, indexing="xy"), dim=-1)
-    return np.asarray(lens.unproject(pixels).numpy())
+    return np.asarray(camera_model.unproject(pixels).numpy())

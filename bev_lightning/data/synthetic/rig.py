@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from bev_lightning.data.camera_models import Lens
+    from bev_lightning.data.camera_models import CameraModel
 
 Array = NDArray[np.float64]
 
@@ -33,7 +33,7 @@ _RADARS = {
     "RADAR_BACK_RIGHT": (-176.2, -0.56, -0.62, 0.53, 0.024),
 }
 # Eight cameras of three kinds and sizes. As above, but the calibration is for an image of its own
-# height and width; then pitch [deg, down] and the lens.
+# height and width; then pitch [deg, down] and the camera model.
 _FISHEYE = ("kannala_brandt", (0.032, -0.011, 0.003, -0.0004))
 _WIDE = ("brown_conrady", (-0.19, 0.041, 0.0006, -0.0004, -0.004))
 _BENT_CAMERAS = {
@@ -61,14 +61,14 @@ class Mount:
         intrinsic: ``(3, 3)`` [px], or None where it is no camera; pixel centres at integers.
         delay_s: its trigger relative to the lidar's time stamp [s].
         image_size: height, width [px]; zero where it is no camera.
-        lens: None for a pinhole.
+        camera_model: None for a plain pinhole.
     """
 
     ego_from_sensor: Array
     intrinsic: Array | None
     delay_s: float
     image_size: tuple[int, int] = (0, 0)
-    lens: "Lens | None" = None
+    camera_model: "CameraModel | None" = None
 
 
 def list_channels(rig: str) -> tuple[str, ...]:
@@ -150,12 +150,12 @@ def build_rig(
 def _mount_camera(
     row: tuple[Any, ...], image_size: tuple[int, int], rng: np.random.Generator
 ) -> Mount:
-    yaw, x, y, z, focal, cx, cy, delay, down, lens = row
+    yaw, x, y, z, focal, cx, cy, delay, down, distortion = row
     camera_axes = np.array([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
     roll, pitch, turn = rng.normal(0, np.deg2rad(0.4), 3)
     pitch += np.deg2rad(down)
     rotation = rotation_from_euler(roll, pitch, np.deg2rad(yaw) + turn) @ camera_axes
-    full = _FISHEYE_SIZE if lens is _FISHEYE else _FULL_SIZE
+    full = _FISHEYE_SIZE if distortion is _FISHEYE else _FULL_SIZE
     height, width = (
         round(part * size / whole)
         for part, size, whole in zip(full, image_size, _FULL_SIZE, strict=True)
@@ -170,12 +170,12 @@ def _mount_camera(
             [0.0, 0.0, 1.0],
         ]
     )
-    place = np.array([x, y, z]) + rng.normal(0, 0.01, 3)
-    mount = Mount(transform(rotation, place), intrinsic, delay, (height, width))
-    if lens is None:
+    position = np.array([x, y, z]) + rng.normal(0, 0.01, 3)
+    mount = Mount(transform(rotation, position), intrinsic, delay, (height, width))
+    if distortion is None:
         return mount
-    from bev_lightning.data.camera_models import (
-        Lens,  # late: it imports torch, which others do without
-    )
+    from bev_lightning.data.camera_models import CameraModel  # late: it imports torch
 
-    return replace(mount, lens=Lens(lens[0], tuple(intrinsic.ravel().tolist()), lens[1]))
+    name, coefficients = distortion
+    camera_model = CameraModel(name, tuple(intrinsic.ravel().tolist()), coefficients)
+    return replace(mount, camera_model=camera_model)

@@ -265,9 +265,9 @@ class _SceneWriter:
             "rotation": quaternion_from_rotation(mount.ego_from_sensor[:3, :3]),
             "camera_intrinsic": [] if mount.intrinsic is None else mount.intrinsic.tolist(),
         }
-        if mount.lens is not None:
-            row["camera_model"] = mount.lens.model
-            row["camera_distortion"] = list(mount.lens.distortion)
+        if mount.camera_model is not None:
+            row["camera_model"] = mount.camera_model.name
+            row["camera_distortion"] = list(mount.camera_model.distortion)
         return row
 
     def _describe(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bev_lightning.data.batch_stream import EvaluationStream
-from bev_lightning.data.camera_models import Lens
+from bev_lightning.data.camera_models import CameraModel
 from bev_lightning.data.loaders.dali import DaliLoader
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.torch import TorchLoader
@@ -69,7 +69,7 @@ def paint_dots(tree: Path, frames: FrameSource, epoch: int) -> dict[int, np.ndar
     for place, source in enumerate(frame.images):
         channel = frames.inputs.camera.channels[place]
         row = sample.readings.find(channel)[0]
-        lens = frames.rig.lens(channel, sample.readings, row) or Lens(
+        lens = frames.rig.camera_model(channel, sample.readings, row) or CameraModel(
             "pinhole", tuple(sample.readings.intrinsic[row].ravel().tolist())
         )
         # Points of this camera's view, wherever that is after augmentation.
@@ -96,7 +96,7 @@ def paint_dots(tree: Path, frames: FrameSource, epoch: int) -> dict[int, np.ndar
     return kept
 
 
-def _camera_from_model(frame, place: int, lens: Lens, source: ImageSource) -> np.ndarray:  # type: ignore[no-untyped-def]
+def _camera_from_model(frame, place: int, lens: CameraModel, source: ImageSource) -> np.ndarray:  # type: ignore[no-untyped-def]
     """``(4, 4)``: what is left of the network's matrix without its image."""
     image = np.eye(4)
     image[:3, :3] = source.network_from_original @ lens.view
@@ -112,7 +112,7 @@ def test_every_loader_shows_points_where_the_matrices_put_them(
     """Below half a pixel, through fisheyes, wide lenses and a pinhole in one rig."""
     augment = Augment(image_scale=(0.95, 1.2)) if augmented else None
     turned = {"CAM_LEFT_FISHEYE": {"yaw_deg": -20, "pitch_deg": 25, "zoom": 0.8}}
-    frames = make_frames(tree, augment=augment, rig=SensorRig(cameras=ALL, lenses=turned))
+    frames = make_frames(tree, augment=augment, rig=SensorRig(cameras=ALL, camera_models=turned))
     before = {one.path: one.path.read_bytes() for one in frames.frame(0, 0).images}
     try:
         points = paint_dots(tree, frames, epoch=0)
@@ -165,8 +165,8 @@ def test_the_loaders_agree_on_bent_images(tree: Path) -> None:
 
 def test_the_map_on_a_device_is_the_cpus(tree: Path) -> None:
     source = make_frames(tree, augment=Augment()).frame(0, 1).images[0]
-    assert source.lens is not None
-    assert source.lens.model == "kannala_brandt"
+    assert source.camera_model is not None
+    assert source.camera_model.name == "kannala_brandt"
     pixels = cv2.imread(str(source.path))
     one, two = undistort(source, pixels), undistort_on_device(source, torch.from_numpy(pixels))
     difference = np.abs(one.astype(int) - two.numpy())
@@ -178,9 +178,9 @@ def test_sizes_and_views_of_the_rig(tree: Path) -> None:
     frames = make_frames(tree)
     sizes = {image.original_size for image in frames.frame(0, 0).images}
     assert sizes == {(225, 400), (242, 320)}
-    assert frames.frame(0, 0).images[ALL.index("CAM_FRONT_TELE")].lens is None
+    assert frames.frame(0, 0).images[ALL.index("CAM_FRONT_TELE")].camera_model is None
     index, row = frames.index, ALL.index("CAM_FRONT_FISHEYE")
-    closer = SensorRig(cameras=ALL, lenses={"CAM_FRONT_FISHEYE": {"zoom": 2.0}})
+    closer = SensorRig(cameras=ALL, camera_models={"CAM_FRONT_FISHEYE": {"zoom": 2.0}})
     zoomed = FrameSource(index, index.tokens, frames.inputs, ("car",), rig=closer).frame(0, 0)
     plain, near = frames.frame(0, 0).image_from_lidar, zoomed.image_from_lidar
     assert plain is not None
@@ -190,7 +190,7 @@ def test_sizes_and_views_of_the_rig(tree: Path) -> None:
     direction = axis[:3, :3] @ torch.tensor([130.0, 50.0, 1.0], dtype=torch.float64)
     one = plain[0, row, :3, :3].double() @ direction
     two = near[0, row, :3, :3].double() @ direction
-    lens = zoomed.images[row].lens
+    lens = zoomed.images[row].camera_model
     assert lens is not None
     centre = zoomed.images[row].network_from_original @ [lens.view[0, 2], lens.view[1, 2], 1.0]
     np.testing.assert_allclose(
@@ -271,16 +271,19 @@ def test_tables_with_odd_lenses_are_refused(
         ({"cameras": ()}, r"data.sensors.cameras=\[\] must be 1 to 8 channels, each once"),
         ({"cameras": ("A", "A")}, "must be 1 to 8 channels, each once"),
         ({"cameras": tuple("ABCDEFGHI")}, "must be 1 to 8 channels"),
-        ({"lenses": {"CAM_UP": {}}}, "data.sensors.lenses.CAM_UP is no camera of"),
+        ({"camera_models": {"CAM_UP": {}}}, "data.sensors.camera_models.CAM_UP is no camera of"),
         (
-            {"lenses": {"CAM_BACK": {"focal": 1}}},
-            "CAM_BACK.focal is unknown: a lens has model, distortion, zoom",
+            {"camera_models": {"CAM_BACK": {"focal": 1}}},
+            "CAM_BACK.focal is unknown: choose from model, distortion, zoom",
         ),
-        ({"lenses": {"CAM_BACK": {"zoom": 0}}}, "CAM_BACK: zoom=0 must be above 0"),
-        ({"lenses": {"CAM_BACK": {"distortion": [1.0]}}}, "distortion needs .*model beside it"),
+        ({"camera_models": {"CAM_BACK": {"zoom": 0}}}, "CAM_BACK: zoom=0 must be above 0"),
         (
-            {"lenses": {"CAM_BACK": {"model": "kannala_brandt", "distortion": [1.0]}}},
-            "data.sensors.lenses.CAM_BACK has 1 distortion coefficients, and kannala_brandt has 4",
+            {"camera_models": {"CAM_BACK": {"distortion": [1.0]}}},
+            "distortion needs .*model beside it",
+        ),
+        (
+            {"camera_models": {"CAM_BACK": {"model": "kannala_brandt", "distortion": [1.0]}}},
+            "camera_models.CAM_BACK has 1 distortion coefficients, and kannala_brandt has 4",
         ),
     ],
 )
@@ -297,10 +300,10 @@ def test_a_lens_of_the_configuration_stands_in_for_the_tables(tree: Path) -> Non
         frames.tokens,
         frames.inputs,
         ("car",),
-        rig=SensorRig(cameras=ALL, lenses=told),
+        rig=SensorRig(cameras=ALL, camera_models=told),
     )
     source = other.frame(0, 0).images[ALL.index("CAM_FRONT")]
-    assert source.lens is not None
-    assert source.lens.distortion == (-0.1, 0, 0, 0, 0, 0, 0, 0)
-    assert source.lens.zoom == 0.9
-    assert replace(source, lens=None).scale == pytest.approx(source.scale / 0.9)
+    assert source.camera_model is not None
+    assert source.camera_model.distortion == (-0.1, 0, 0, 0, 0, 0, 0, 0)
+    assert source.camera_model.zoom == 0.9
+    assert replace(source, camera_model=None).scale == pytest.approx(source.scale / 0.9)
