@@ -24,7 +24,7 @@ def main(cfg: DictConfig) -> None:
     # Whole, so that what the model reads and how it is loaded are checked as a run would.
     data = build_data(cfg)
     times = [time.perf_counter()]
-    index = data.open_index(renew=True)
+    index = data.open_index()
     times.append(time.perf_counter())
     objects = data.open_ground_truth(index, renew=True) if data.gt_sampling is not None else None
     times.append(time.perf_counter())

@@ -31,8 +31,8 @@ root, version, cache, number = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.ar
 began = time.perf_counter()
 """
 _CONVERT = """
-from bev_lightning.data.nuscenes.index import build_index
-index = build_index(root, version, cache, number)
+from bev_lightning.data.nuscenes.index import open_index
+index = open_index(root, version, cache, number)
 print(json.dumps({"s": time.perf_counter() - began, "path": str(index.path), **usage()}))
 """
 _OPEN = """

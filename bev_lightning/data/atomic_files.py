@@ -1,4 +1,4 @@
-"""Files that the house writes under the cache: whole or not at all, by one process at a time."""
+"""Atomic writes and inter-process locks for files in the cache folder."""
 
 import contextlib
 import errno
@@ -13,9 +13,9 @@ from bev_lightning.errors import InputError
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes its place only when the block ends well.
+    """Open a file for writing that replaces ``path`` atomically when the block succeeds.
 
-    It is written beside its place, so that a reader never sees half of it.
+    It is a temporary file in the same folder, so that no reader sees an incomplete file.
 
     Raises:
         InputError: the disk is full or the folder cannot be written to.
@@ -35,7 +35,7 @@ def replace_file(path: Path) -> Iterator[IO[bytes]]:
                 os.unlink(temporary)
         if isinstance(error, OSError) and (temporary is None or error.errno == errno.ENOSPC):
             raise InputError(
-                f"{path} cannot be written ({error.strerror}): make room, or set paths.cache to a "
+                f"{path} cannot be written ({error.strerror}): free space, or set paths.cache to a "
                 f"folder that can be written to"
             ) from None
         raise
@@ -43,11 +43,11 @@ def replace_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[bool]:
-    """Held by one process at a time; its folder is made where there is none.
+    """Hold an inter-process lock; creates the folder where it is absent.
 
     Yields:
-        whether it is. Where the file system cannot lock, all go ahead: the rename at the end keeps
-        the file whole, the work is only done more than once.
+        whether the lock is held. Where the file system cannot lock, all processes proceed: the
+        atomic rename keeps the file intact, and the work is merely done more than once.
 
     Raises:
         InputError: the folder cannot be written to.

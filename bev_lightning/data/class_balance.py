@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bev_lightning.data.nuscenes.index import Index
+from bev_lightning.data.nuscenes.sample import SampleIndex
 
 _STREAM = 3  # of random numbers
 
@@ -48,7 +48,7 @@ class BoxCounts:
 
 
 def count_boxes(
-    index: Index, tokens: Sequence[str], classes: Sequence[str], min_points: int
+    index: SampleIndex, tokens: Sequence[str], classes: Sequence[str], min_points: int
 ) -> BoxCounts:
     """Count what the samples hold, one pass over the index."""
     numbers = {name: label for label, name in enumerate(classes)}

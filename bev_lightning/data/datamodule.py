@@ -14,7 +14,7 @@ from bev_lightning.data.build_gt_database import build_ground_truth
 from bev_lightning.data.class_balance import balance, count_boxes
 from bev_lightning.data.loaders.image_cache import CacheKind, open_image_cache
 from bev_lightning.data.loaders.protocol import Loader
-from bev_lightning.data.nuscenes.index import Index, build_index
+from bev_lightning.data.nuscenes.index import Index, open_index
 from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
 from bev_lightning.data.nuscenes.sensor_rig import SensorRig
 from bev_lightning.data.samplers import SceneSampler, TrainSampler
@@ -162,15 +162,11 @@ class DetectionDataModule(LightningDataModule):
         if stage in (None, "predict") and "predict" not in self._frames:
             self._frames["predict"] = self._evaluation_source(with_targets=False)
 
-    def open_index(self, renew: bool = False) -> Index:
-        """The index of the data set, either made where it is absent. Looks for no sensor's file.
-
-        Args:
-            renew: make an index of another schema anew instead of refusing it.
-        """
+    def open_index(self) -> Index:
+        """Open the index of the data set; build it, and a synthetic data set, where absent."""
         if self.synthetic is not None:
             generate(Path(self.root), self.synthetic, self.num_workers)
-        return self._index(renew)
+        return self._index()
 
     def warn_of_derived_motion(self) -> None:
         """Name the scenes without CAN bus files: for models that read them, after :meth:`setup`."""
@@ -186,7 +182,7 @@ class DetectionDataModule(LightningDataModule):
 
     def open_ground_truth(self, index: Index, renew: bool = False) -> GroundTruthDatabase:
         """What pasting draws from: the objects of the training split, made where it is absent;
-        ``renew`` as of :meth:`open_index`."""
+        ``renew`` as of :func:`build_ground_truth`."""
         lidar = check_inputs(self.inputs)
         return build_ground_truth(
             index, self.train_split, lidar, self.on_missing, self.num_workers, renew
@@ -372,9 +368,9 @@ class DetectionDataModule(LightningDataModule):
             )
         return source
 
-    def _index(self, renew: bool = False) -> Index:
+    def _index(self) -> Index:
         place = (self.root, self.version, self.cache_dir, self.num_workers)
-        return build_index(*place, renew, self.rig.reference)
+        return open_index(*place, self.rig.reference)
 
     def _opened(self, name: str) -> FrameSource:
         if name not in self._frames:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from bev_lightning.data.class_balance import BoxCounts, balance, count_boxes
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
@@ -21,7 +21,7 @@ def counts_of(rows: list[list[int]]) -> BoxCounts:
 
 def test_census_counts_what_trains(make_tree, tmp_path: Path) -> None:
     root = make_tree(scenes=(("scene-0061", 1), ("scene-0103", 2)), empty=[("scene-0103", 1)])
-    index = build_index(root, "v1.0-mini", tmp_path / "cache")
+    index = open_index(root, "v1.0-mini", tmp_path / "cache")
     counts = count_boxes(index, index.tokens, CLASSES, min_points=1)
     assert counts.num_boxes.tolist() == [[1, 0, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
     assert counts.num_unknown_velocity == 4  # each box is the only one of its track
@@ -48,7 +48,7 @@ def test_rare_classes_are_met_as_often_as_common_ones() -> None:
 
 
 def test_repeated_samples_are_augmented_anew(make_tree, tmp_path: Path) -> None:
-    index = build_index(make_tree(), "v1.0-mini", tmp_path / "cache")
+    index = open_index(make_tree(), "v1.0-mini", tmp_path / "cache")
     frames = FrameSource(index, index.tokens, INPUTS, CLASSES, augment=Augment(), seed=1)
     again = frames.with_tokens([frames.tokens[2]] * 3 + [frames.tokens[1]])
     assert len(again) == 4 and len(frames) == 5

@@ -1,16 +1,16 @@
-"""Which samples have the files that a model reads."""
+"""Finds the samples whose sensor files are missing."""
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bev_lightning.data.nuscenes.index import Index
+from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 
 
 def find_missing(root: Path, paths: Iterable[str]) -> set[str]:
-    """Which of the paths, relative to the root, have no file. Lists each folder once."""
+    """The paths, relative to the root, that do not exist. Lists each folder once."""
     folders: dict[str, frozenset[str]] = {}
     missing = set()
     for path in paths:
@@ -26,15 +26,15 @@ def find_missing(root: Path, paths: Iterable[str]) -> set[str]:
 
 
 def filter_missing(
-    index: Index, tokens: Sequence[str], inputs: Inputs, on_missing: str
+    index: SampleIndex, tokens: Sequence[str], inputs: Inputs, on_missing: str
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Look for every file that the inputs need.
+    """Check that every file that the inputs need exists.
 
     Returns:
-        the tokens whose files are all there, and a sentence for each of the others, by token.
+        the tokens whose files all exist, and for each other token the reason.
 
     Raises:
-        InputError: a file is missing and on_missing is "error", or no sample is left.
+        InputError: a file is missing and ``on_missing`` is "error", or no sample is left.
     """
     needs: dict[str, list[str]] = {}
     dropped: dict[str, str] = {}
@@ -53,7 +53,7 @@ def filter_missing(
             if not rows or sample.readings.depth[rows[0]] != 0:
                 dropped[token] = (
                     f"sample {token} ({sample.scene_name}) has no {channel} record in the tables "
-                    f"of {index.root}, and the model reads that sensor"
+                    f"of {index.root}"
                 )
             needs[token] += [sample.readings.path[row] for row in rows]
     missing = find_missing(index.root, [path for paths in needs.values() for path in paths])
@@ -64,8 +64,7 @@ def filter_missing(
     if dropped and on_missing == "error":
         raise InputError(
             f"{next(iter(dropped.values()))} ({len(dropped)} of {len(tokens)} samples lack "
-            f"files): download the files, read fewer sensors or sweeps, or set "
-            f"data.on_missing=skip to leave such samples out"
+            f"files): download them, read fewer sensors or sweeps, or set data.on_missing=skip"
         )
     kept = tuple(token for token in tokens if token not in dropped)
     if not kept:

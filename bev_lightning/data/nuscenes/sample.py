@@ -1,7 +1,13 @@
-"""One key frame as the index holds it: the tables' own values, in the tables' own frames."""
+"""A key frame as annotated (units and frames of nuScenes), and the interface to read them.
+
+A reader of another data set implements :class:`SampleIndex`: it is all that the rest of the
+pipeline asks of a data set.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,7 +16,7 @@ from bev_lightning.data.nuscenes.schema import EGO, LIDAR
 from bev_lightning.structures import Boxes3D
 from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation, wrap_angle
 
-# The classes of the nuScenes detection task, in the order the house uses.
+# The classes of the nuScenes detection task, in the default order of labels.
 DETECTION_CLASSES = (
     "car",
     "truck",
@@ -27,20 +33,20 @@ DETECTION_CLASSES = (
 
 @dataclass(frozen=True)
 class Readings:
-    """What the S sensors recorded: each key frame file, and lidar and radar sweeps back in time.
+    """Metadata of S sensor files: those of the key frame, and earlier lidar and radar sweeps.
 
     Attributes:
         channel: S names such as CAM_FRONT.
-        depth: ``(S,)`` int64 recordings before the key frame's, 0 for the key frame itself.
+        depth: ``(S,)`` int64 number of sweeps back from the key frame, 0 for the key frame's.
         token: S sample_data tokens.
         path: S paths relative to the data root, with forward slashes.
         timestamp: ``(S,)`` int64 [microseconds].
         ego_from_sensor: ``(S, 7)`` float64 translation [m] and quaternion w, x, y, z.
-        global_from_ego: ``(S, 7)`` likewise, of the ego at the reading's own time.
+        global_from_ego: ``(S, 7)`` likewise, at the reading's timestamp.
         intrinsic: ``(S, 3, 3)`` float64 camera matrix [pixels], zero for other sensors.
         size: ``(S, 2)`` int64 height, width [pixels], zero for other sensors.
-        lens: ``(S,)`` int64 number of the camera model among ``CAMERA_MODELS``.
-        distortion: ``(S, 8)`` float64 its coefficients, zeros behind them.
+        lens: ``(S,)`` int64 index of the camera model in ``CAMERA_MODELS``.
+        distortion: ``(S, 8)`` float64 its coefficients, padded with zeros.
     """
 
     channel: tuple[str, ...]
@@ -63,7 +69,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class Annotations:
-    """The M annotated boxes in the GLOBAL frame.
+    """M annotated boxes in the GLOBAL frame.
 
     Attributes:
         token, instance: M tokens each.
@@ -73,7 +79,7 @@ class Annotations:
         centre: ``(M, 3)`` float64 [m].
         size: ``(M, 3)`` float64 length, width, height [m].
         rotation: ``(M, 4)`` float64 quaternion w, x, y, z.
-        velocity: ``(M, 3)`` float64 [m/s] by the devkit's rule, NaN where unknown.
+        velocity: ``(M, 3)`` float64 [m/s] as of the devkit's ``box_velocity``, NaN where unknown.
         num_lidar_pts, num_radar_pts: ``(M,)`` int64.
         visibility: ``(M,)`` int64, 1 (hardly) to 4 (fully visible), 0 where not given.
     """
@@ -97,16 +103,16 @@ class Sample:
     """One key frame.
 
     Attributes:
-        token, scene_token, scene_name: of the tables.
+        token, scene_token, scene_name: as in the tables.
         timestamp: [microseconds].
         previous, next: sample tokens, empty at the scene's ends.
-        readings, annotations: see there.
+        readings, annotations: sensor files and boxes.
         can_bus: ``(18,)`` float64 in the layout of the published BEVFormer, absolute pose: ego
             translation [m] 0:3, the w of the ego's quaternion four times 3:7 (the published code
             assigns a quaternion object to the slice, which numpy reads as its real part; the
             weights were trained so), acceleration [m/s^2] 7:10, rotation rate [rad/s] 10:13,
             velocity [m/s] 13:16, yaw [rad] in [0, 2 pi) 16 and in degrees 17.
-        from_can_bus: whether 7:16 were measured, not derived from the ego poses.
+        from_can_bus: whether 7:16 are measured; otherwise they are derived from the ego poses.
         reference: the channel whose frame is the model's, or ``ego``.
     """
 
@@ -123,29 +129,73 @@ class Sample:
     reference: str = LIDAR
 
     def find_reference(self) -> int:
-        """The row of the reading whose time and ego pose are the model frame's."""
+        """Row of the reading whose time and ego pose define the model frame."""
         if self.reference != EGO:
             return self.readings.find(self.reference)[0]
         apart = np.abs(self.readings.timestamp - self.timestamp)
         return int(np.where(self.readings.depth == 0, apart, np.inf).argmin())
 
 
+class SampleIndex(Protocol):
+    """Random access to the key frames of a data set.
+
+    Fulfilled by :class:`bev_lightning.data.nuscenes.index.Index` for data in nuScenes format. It
+    must pickle, since loader processes receive it.
+
+    Attributes:
+        root: folder that ``Readings.path`` is relative to.
+        tokens: all sample tokens, scene by scene, forward in time.
+        has_lenses: whether any image has to be undistorted.
+        scenes_without_can_bus: names of scenes whose ``Sample.can_bus`` is not measured.
+        path: file beside which derived files are stored and after which they are named, such as the
+            ground-truth database; outside the root.
+        stamp: changes when the data set does; derived files are then rebuilt.
+    """
+
+    @property
+    def root(self) -> Path: ...
+    @property
+    def tokens(self) -> Sequence[str]: ...
+    @property
+    def has_lenses(self) -> bool: ...
+    @property
+    def scenes_without_can_bus(self) -> Sequence[str]: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def stamp(self) -> str: ...
+
+    def __contains__(self, token: object) -> bool: ...
+
+    def sample(self, token: str) -> Sample:
+        """Read a key frame. Raises KeyError for an unknown token."""
+        ...
+
+    def scene(self, token: str) -> str:
+        """The scene token of a key frame. Raises KeyError for an unknown token."""
+        ...
+
+    def split(self, name: str) -> list[str]:
+        """Sample tokens of a split, whole scenes. Raises InputError for an unknown split."""
+        ...
+
+
 def pose_to_transform(pose: np.ndarray) -> np.ndarray:
-    """``(..., 4, 4)`` float64 of translations and quaternions ``(..., 7)``."""
+    """Transforms ``(..., 4, 4)`` float64 of translations and quaternions ``(..., 7)``."""
     values = torch.from_numpy(np.array(pose, dtype=np.float64))
     return make_transform(quaternion_to_rotation(values[..., 3:]), values[..., :3]).numpy()
 
 
 def global_from_sensor(readings: Readings, rows: list[int]) -> np.ndarray:
-    """``(len(rows), 4, 4)``, each with the ego pose of its own time."""
+    """Transforms ``(len(rows), 4, 4)``, each with the ego pose at the reading's timestamp."""
     return pose_to_transform(readings.global_from_ego[rows]) @ pose_to_transform(
         readings.ego_from_sensor[rows]
     )
 
 
 def global_from_lidar_of(sample: Sample) -> np.ndarray:
-    """``(4, 4)`` float64 pose of the model frame, LIDAR_TOP at the key frame unless the rig has
-    another reference; without augmentation."""
+    """Pose ``(4, 4)`` float64 of the model frame without augmentation: LIDAR_TOP at the key frame,
+    unless the rig has another reference."""
     row = sample.find_reference()
     if sample.reference == EGO:
         return pose_to_transform(sample.readings.global_from_ego[row])
@@ -153,7 +203,7 @@ def global_from_lidar_of(sample: Sample) -> np.ndarray:
 
 
 def can_bus_change(sample: Sample, previous: Sample | None) -> np.ndarray:
-    """``(18,)`` float64 as the published BEVFormer feeds it: :attr:`Sample.can_bus` with the
+    """CAN bus input ``(18,)`` float64 of the published BEVFormer: :attr:`Sample.can_bus` with the
     translation 0:3 [m] and the yaw 17 [degrees] as change since the previous key frame, zero
     without one.
 
@@ -174,8 +224,8 @@ def boxes_of(
     classes: Sequence[str],
     min_points: int,
 ) -> Boxes3D:
-    """``(M,)`` all boxes as the model frame sees them; those of no class or with fewer than
-    ``min_points`` lidar and radar points have the label -1.
+    """All boxes ``(M,)`` in the model frame; those of no class or with fewer than ``min_points``
+    lidar and radar points have the label -1.
 
     Args:
         lidar_from_global: ``(4, 4)``, BEV augmentation included.

@@ -1,4 +1,4 @@
-"""How the index lies on the disk, and the words that both who writes and who reads it need."""
+"""Schema of the index file, shared by its writer and its reader. Imports no torch."""
 
 import pyarrow as pa
 
@@ -6,7 +6,7 @@ from bev_lightning.data.camera_models import MAX_COEFFICIENTS
 
 SCHEMA_VERSION = 3
 LIDAR = "LIDAR_TOP"
-EGO = "ego"  # in place of a channel: the car's own frame
+EGO = "ego"  # instead of a channel: the vehicle frame
 MAX_SWEEPS = 10
 
 _REAL, _TEXT = pa.float64(), pa.string()
@@ -42,9 +42,9 @@ PARTS = {
         "visibility": pa.int8(),
     },
 }
-"""Lists of a sample: a row for each reading, for each calibration that its readings were made with
-(``readings.calibration`` counts these), for each box. Channels, categories and attributes are
-numbers into lists of names among the notes, lenses into ``camera_models.CAMERA_MODELS``."""
+"""List columns of a sample, with an item for each reading, each calibration that its readings use
+(``readings.calibration`` indexes these) and each box. Channels, categories and attributes are
+indices into the names in the metadata, lenses into ``camera_models.CAMERA_MODELS``."""
 SCHEMA = pa.schema(
     [
         *((name, _TEXT) for name in ("token", "scene_token", "scene_name", "previous", "next")),
@@ -58,5 +58,5 @@ SCHEMA = pa.schema(
         ),
     ]
 )
-"""One row a sample, scene by scene, forward in time; whole scenes in each record batch. The
-metadata ``bev_lightning`` of the schema are the notes, JSON."""
+"""One row per sample, scene by scene, forward in time; each record batch holds whole scenes. The
+schema metadata ``bev_lightning`` is JSON: versions, splits and names."""

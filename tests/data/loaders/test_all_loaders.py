@@ -9,7 +9,7 @@ from bev_lightning.data.batch_stream import BatchStream
 from bev_lightning.data.loaders.protocol import Loader
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.torch import TorchLoader
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
@@ -22,7 +22,7 @@ INPUTS = Inputs(
 
 @pytest.fixture
 def frames(make_tree, tmp_path: Path) -> FrameSource:
-    index = build_index(make_tree(), "v1.0-mini", tmp_path / "cache")
+    index = open_index(make_tree(), "v1.0-mini", tmp_path / "cache")
     return FrameSource(index, index.tokens, INPUTS, ("car", "pedestrian"), Augment(), seed=6)
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from bev_lightning.data.loaders.protocol import Loader
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.torch import TorchLoader
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.nuscenes.sensor_files import find_fault
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
@@ -137,7 +137,7 @@ def make(name: str, num_workers: int = 0) -> Loader:
 
 @pytest.fixture
 def make_frames(make_tree, tmp_path: Path):  # type: ignore[no-untyped-def]
-    index = build_index(make_tree(sweeps=1), VERSION, tmp_path / "cache")
+    index = open_index(make_tree(sweeps=1), VERSION, tmp_path / "cache")
 
     def make_source(on_missing: str, inputs: Inputs = INPUTS) -> FrameSource:
         return FrameSource(index, index.tokens, inputs, ("car",), on_missing=on_missing)

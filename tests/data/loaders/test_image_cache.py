@@ -13,7 +13,7 @@ from bev_lightning.data.batch_stream import BatchStream
 from bev_lightning.data.loaders import image_cache as image_cache
 from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction, open_image_cache
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
@@ -122,7 +122,7 @@ def test_reductions() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_cached_images_are_the_decoded_ones(make_tree, tmp_path: Path, num_workers: int) -> None:
-    index = build_index(make_tree(), "v1.0-mini", tmp_path / "cache")
+    index = open_index(make_tree(), "v1.0-mini", tmp_path / "cache")
     inputs = Inputs(CameraInput((32, 64), ("CAM_FRONT", "CAM_BACK")))
     source = FrameSource(index, index.tokens, inputs, ("car",), augment=Augment())
     sampler = TrainSampler(len(source), 1)

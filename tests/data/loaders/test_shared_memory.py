@@ -14,7 +14,7 @@ import torch
 
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.torch import TorchLoader
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
@@ -33,7 +33,7 @@ COLOURS = Augment(image_brightness=32, image_contrast=(0.5, 1.5), image_hue_deg=
 
 @pytest.fixture
 def frames(make_tree, tmp_path: Path):
-    index = build_index(make_tree(), VERSION, tmp_path / "cache")
+    index = open_index(make_tree(), VERSION, tmp_path / "cache")
 
     def make(inputs: Inputs = INPUTS, **kwargs) -> FrameSource:
         return FrameSource(index, index.tokens, inputs, ("car", "pedestrian", "barrier"), **kwargs)
@@ -158,11 +158,11 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from bev_lightning.data.samples.frame import FrameSource
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.structures import Inputs, LidarInput
-index = build_index(sys.argv[1], "v1.0-mini", sys.argv[2])
+index = open_index(sys.argv[1], "v1.0-mini", sys.argv[2])
 inputs = Inputs(lidar=LidarInput((-20., -20., -5., 20., 20., 5.)))
 source = FrameSource(index, index.tokens, inputs, ("car",))
 for batch in SharedMemoryLoader(2).open(source, TrainSampler(5, 1), 0, 100000):

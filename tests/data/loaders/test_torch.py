@@ -19,7 +19,7 @@ from bev_lightning.data.loaders.torch import (
     read_radar,
     read_radar_file,
 )
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.file_sources import ImageSource, LidarSource, RadarSource
 from bev_lightning.data.samples.frame import FrameSource
@@ -39,7 +39,7 @@ INPUTS = Inputs(
 
 @pytest.fixture
 def frames(make_tree, tmp_path: Path):
-    index = build_index(make_tree(empty=[("scene-0061", 1)]), VERSION, tmp_path / "cache")
+    index = open_index(make_tree(empty=[("scene-0061", 1)]), VERSION, tmp_path / "cache")
 
     def make(inputs: Inputs = INPUTS, split: str | None = None, **kwargs) -> FrameSource:
         return FrameSource(
@@ -266,7 +266,7 @@ def test_history_and_empty_samples_stack(frames) -> None:
 
 @pytest.mark.skipif("BEV_NUSCENES_DIR" not in os.environ, reason="BEV_NUSCENES_DIR is not set")
 def test_real_frames_load(tmp_path: Path) -> None:
-    index = build_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
+    index = open_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
     inputs = Inputs(CameraInput((128, 352)), LidarInput((-54, -54, -5, 54, 54, 3), sweeps=0))
     source = FrameSource(index, index.split("real_lidar"), inputs, CLASSES)
     batch = next(TorchLoader().open(source, TrainSampler(2, 2, shuffle=False), 0, 1)).validate()

@@ -15,7 +15,7 @@ from bev_lightning.data.loaders.dali import DaliLoader
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.torch import TorchLoader
 from bev_lightning.data.loaders.undistort import undistort, undistort_on_device
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.nuscenes.sensor_rig import SensorRig
 from bev_lightning.data.samplers import SceneSampler
 from bev_lightning.data.samples.file_sources import ImageSource
@@ -50,7 +50,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_frames(tree: Path, channels: tuple[str, ...] = ALL, **given: object) -> FrameSource:
     rig = SensorRig(cameras=channels)
-    index = build_index(tree, VERSION, tree.parent / "cache", reference=rig.reference)
+    index = open_index(tree, VERSION, tree.parent / "cache", reference=rig.reference)
     inputs = Inputs(camera=CameraInput(SIZE, channels, mean=(0.0,) * 3, std=(1.0,) * 3))
     return FrameSource(index, index.tokens, inputs, ("car",), **{"rig": rig, **given})
 
@@ -212,7 +212,7 @@ def test_the_reference_is_the_rigs(tree: Path) -> None:
     inputs = Inputs(lidar=LidarInput((-50, -50, -5, 50, 50, 5), sweeps=0))
     frames, points = {}, {}
     for reference in ("LIDAR_TOP", "ego", "RADAR_FRONT"):
-        index = build_index(tree, VERSION, tree.parent / reference, reference=reference)
+        index = open_index(tree, VERSION, tree.parent / reference, reference=reference)
         source = FrameSource(index, index.tokens, inputs, ("car",), min_points=0)
         frames[reference] = source.frame(0, 0)
         made = EvaluationStream(TorchLoader(), source, SceneSampler((1,), 1, 0, 1))
@@ -234,14 +234,14 @@ def test_the_reference_is_the_rigs(tree: Path) -> None:
 
 
 def test_another_reference_makes_the_index_anew(tree: Path, tmp_path: Path) -> None:
-    first = build_index(tree, VERSION, tmp_path, reference="LIDAR_TOP")
-    second = build_index(tree, VERSION, tmp_path, reference="ego")
+    first = open_index(tree, VERSION, tmp_path, reference="LIDAR_TOP")
+    second = open_index(tree, VERSION, tmp_path, reference="ego")
     assert first.stamp != second.stamp
-    assert build_index(tree, VERSION, tmp_path, reference="ego").stamp == second.stamp
+    assert open_index(tree, VERSION, tmp_path, reference="ego").stamp == second.stamp
     with pytest.raises(
         InputError, match=r"has no LIDAR_REAR record .* set data\.sensors\.reference"
     ):
-        build_index(tree, VERSION, tmp_path, reference="LIDAR_REAR")
+        open_index(tree, VERSION, tmp_path, reference="LIDAR_REAR")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_tables_with_odd_lenses_are_refused(
     camera |= {"camera_model": "kannala_brandt", "camera_distortion": [0.0] * 4, **change}
     path.write_text(json.dumps(records))
     with pytest.raises(InputError, match=f"calibrated_sensor.json {sentence}"):
-        build_index(root, VERSION, tmp_path / "cache")
+        open_index(root, VERSION, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The tables: same answers as the devkit's, and a sentence for each kind of breakage."""
+"""The tables: equal to the devkit's reading; each kind of broken table is reported."""
 
 import json
 import math
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from bev_lightning.benchmarks.random_tables import write_tables
-from bev_lightning.data.nuscenes import index as index_module
+from bev_lightning.data.nuscenes import build_index
 from bev_lightning.data.nuscenes.can_bus import derive_motion
-from bev_lightning.data.nuscenes.index import Index, build_index
+from bev_lightning.data.nuscenes.index import Index, open_index
 from bev_lightning.data.nuscenes.sample import pose_to_transform
 from bev_lightning.data.nuscenes.schema import MAX_SWEEPS
 from bev_lightning.errors import InputError
@@ -19,12 +19,12 @@ from bev_lightning.errors import InputError
 VERSION = "v1.0-mini"
 
 
-def open_index(root: Path, version: str = VERSION) -> Index:
-    return build_index(root, version, root.parent / "cache")
+def open_tree(root: Path, version: str = VERSION) -> Index:
+    return open_index(root, version, root.parent / "cache")
 
 
 def read(root: Path) -> list:
-    index = open_index(root)
+    index = open_tree(root)
     return [index.sample(token) for token in index.tokens]
 
 
@@ -86,7 +86,7 @@ def assert_equals_devkit(index: Index, devkit: Any) -> int:
 
 
 def assert_boxes_in_the_sensor_are_the_devkits(sample, channel: str, devkit: Any) -> None:
-    """What ``get_sample_data`` says, against our boxes taken into the sensor by our poses."""
+    """The boxes of ``get_sample_data`` equal ours, transformed into the sensor frame."""
     row = sample.readings.find(channel)[0]
     if channel.startswith("CAM"):
         return  # the devkit leaves out what the camera does not see
@@ -103,16 +103,16 @@ def assert_boxes_in_the_sensor_are_the_devkits(sample, channel: str, devkit: Any
 @pytest.mark.devkit
 def test_a_small_tree_equals_the_devkit(make_tree, open_devkit) -> None:
     root = make_tree(can_bus=["scene-0061"])
-    assert assert_equals_devkit(open_index(root), open_devkit(root)) == 20
+    assert assert_equals_devkit(open_tree(root), open_devkit(root)) == 20
 
 
 @pytest.mark.devkit
 def test_tables_in_many_pieces_equal_the_devkit(tmp_path, open_devkit, monkeypatch) -> None:
-    monkeypatch.setattr(index_module, "_PIECE_BYTES", 50_000)
-    monkeypatch.setattr(index_module, "_SCENES_PER_PART", 2)
+    monkeypatch.setattr(build_index, "_CHUNK_BYTES", 50_000)
+    monkeypatch.setattr(build_index, "_SCENES_PER_PART", 2)
     root = tmp_path / "tree"
     counts = write_tables(root, ["scene-0001", "scene-0003", "scene-0916"], 14)
-    index = open_index(root, "v1.0-trainval")
+    index = open_tree(root, "v1.0-trainval")
     devkit = open_devkit(root, "v1.0-trainval")
     assert assert_equals_devkit(index, devkit) == counts["sample_annotation"] > 400
     assert sum(len(index.sample(t).readings.token) for t in index.tokens) > 700
@@ -121,7 +121,7 @@ def test_tables_in_many_pieces_equal_the_devkit(tmp_path, open_devkit, monkeypat
 @pytest.mark.devkit
 @pytest.mark.parametrize("version", ["v1.0-mini", "v1.0-trainval"])
 def test_real_tables_equal_the_devkit(nuscenes_dir, tmp_path, open_devkit, version) -> None:
-    index = build_index(nuscenes_dir, version, tmp_path / "cache")
+    index = open_index(nuscenes_dir, version, tmp_path / "cache")
     assert assert_equals_devkit(index, open_devkit(nuscenes_dir.resolve(), version)) == 168
 
 
@@ -201,7 +201,7 @@ def test_derived_motion_of_a_circle() -> None:
 def test_splits_are_the_official_and_the_custom_ones_with_scenes_here(make_tree) -> None:
     root = make_tree()
     (root / VERSION / "splits.json").write_text('{"mine": ["scene-0103"], "gone": ["scene-9999"]}')
-    splits = open_index(root).splits
+    splits = open_tree(root).splits
     assert splits["mine"] == ("scene-0103",) and "gone" not in splits
     assert splits["mini_train"] == ("scene-0061",) and splits["mini_val"] == ("scene-0103",)
     (root / VERSION / "splits.json").write_text('["scene-0103"]')
@@ -274,8 +274,8 @@ def test_unreadable_can_bus_is_named(make_tree) -> None:
         ("ego_pose", "rotation", [0, 0, 0, 0], "ego_pose.json has a rotation of four zeros"),
         ("sample_annotation", "size", [1.0, "wide", 1.0], "size = .* 3 finite numbers"),
         ("sample_annotation", "size", [1.0, -1.0, 1.0], "must be positive"),
-        ("sample_data", "filename", "", "where the path of a file belongs"),
-        ("sample_data", "filename", None, "where the path of a file belongs"),
+        ("sample_data", "filename", "", "instead of the path of a file"),
+        ("sample_data", "filename", None, "instead of the path of a file"),
     ],
 )
 def test_records_that_hold_no_numbers_are_named(make_tree, table, field, value, message) -> None:
@@ -297,7 +297,7 @@ def test_camera_matrix_that_projects_nothing_is_refused(make_tree) -> None:
         if record["camera_intrinsic"]:
             record["camera_intrinsic"] = [[0.0] * 3] * 3
     path.write_text(json.dumps(records))
-    with pytest.raises(InputError, match="that no image can come from"):
+    with pytest.raises(InputError, match="that cannot be inverted"):
         read(root)
 
 

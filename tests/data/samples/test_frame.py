@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bev_lightning.data.loaders.torch import read_lidar_file
-from bev_lightning.data.nuscenes.index import Index, build_index
+from bev_lightning.data.nuscenes.index import Index, open_index
 from bev_lightning.data.nuscenes.sample import pose_to_transform
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
@@ -40,7 +40,7 @@ WIDE = (-1e4, -1e4, -9.0, 1e4, 1e4, 9.0)
 
 @pytest.fixture
 def index(make_tree, tmp_path: Path) -> Index:
-    return build_index(make_tree(), VERSION, tmp_path / "cache")
+    return open_index(make_tree(), VERSION, tmp_path / "cache")
 
 
 def source(
@@ -177,7 +177,7 @@ def test_targets_keep_to_class_points_and_range(index: Index) -> None:
 
 def test_sample_without_boxes_and_single_sample_scene(make_tree, tmp_path: Path) -> None:
     root = make_tree(scenes=(("scene-0061", 2), ("scene-0103", 1)), empty=[("scene-0061", 1)])
-    index = build_index(root, VERSION, tmp_path / "cache")
+    index = open_index(root, VERSION, tmp_path / "cache")
     assert source(index).frame(0, 1).batch.targets.valid.shape == (1, 0)
     alone = source(index, split="mini_val").frame(0, 0).batch
     assert (
@@ -243,7 +243,7 @@ def test_queue_never_leaves_the_scene_and_has_one_augmentation(index: Index) -> 
 def test_published_queue_leaves_out_one_of_one_more(make_tree, tmp_path: Path) -> None:
     """BEVFormer's training: the frames of the queue are drawn from one more than it holds."""
     scenes = (("scene-0061", 6), ("scene-0103", 2))
-    index = build_index(make_tree(scenes=scenes), VERSION, tmp_path / "cache")
+    index = open_index(make_tree(scenes=scenes), VERSION, tmp_path / "cache")
     inputs = Inputs(camera=CameraInput((32, 64), CAMERAS), history=2)
 
     def open_frames(**kwargs) -> FrameSource:
@@ -294,7 +294,7 @@ real = pytest.mark.skipif(
 
 @real
 def test_real_boxes_hold_their_published_number_of_points(tmp_path: Path) -> None:
-    index = build_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
+    index = open_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
     frames = source(index, Inputs(lidar=LidarInput(RANGE, sweeps=0)), split="real_lidar")
     right = []
     for position in range(2):
@@ -318,7 +318,7 @@ def test_real_boxes_stand_in_the_images_their_devkit_puts_them_in(tmp_path: Path
     from nuscenes.utils.geometry_utils import view_points
 
     devkit = NuScenes(VERSION, os.environ["BEV_NUSCENES_DIR"], verbose=False)
-    index = build_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
+    index = open_index(os.environ["BEV_NUSCENES_DIR"], VERSION, tmp_path / "cache")
     frames = source(
         index,
         Inputs(camera=CameraInput((256, 704))),

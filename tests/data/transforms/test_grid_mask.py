@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bev_lightning.data.loaders.torch import TorchLoader
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
@@ -48,7 +48,7 @@ def test_draws_hide_about_a_quarter_and_follow_the_seed() -> None:
 
 
 def test_both_loaders_hide_the_same_pixels_of_the_current_frame(make_tree, tmp_path: Path) -> None:
-    index = build_index(make_tree(), "v1.0-mini", tmp_path / "cache")
+    index = open_index(make_tree(), "v1.0-mini", tmp_path / "cache")
 
     def open_batch(loader, augment: Augment):
         frames = FrameSource(index, index.split("mini_train"), INPUTS, ("car",), augment=augment)

@@ -17,8 +17,8 @@ import torch
 from bev_lightning.data import build_gt_database as ground_truth_writer
 from bev_lightning.data.build_gt_database import build_ground_truth, ground_truth_path
 from bev_lightning.data.loaders.torch import TorchLoader, assemble
-from bev_lightning.data.nuscenes import index as index_module
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
@@ -59,7 +59,7 @@ def boxes_of(rows: list[list[float]]) -> Boxes3D:
 def index(make_tree, tmp_path: Path):
     """Points everywhere in a box of 60 x 60 m would leave the objects empty: each sample's car and
     pedestrian get a cloud of their own."""
-    index = build_index(
+    index = open_index(
         make_tree(scenes=(("scene-0061", 3), ("scene-0103", 2))), VERSION, tmp_path / "cache"
     )
     rng = np.random.default_rng(1)
@@ -120,7 +120,7 @@ def test_database_is_kept_and_made_anew_when_the_tables_change(index, database) 
     assert path.stat().st_mtime_ns == before
     table = index.root / VERSION / "attribute.json"
     table.write_text(table.read_text() + " ")
-    changed = build_index(index.root, VERSION, index.path.parent)
+    changed = open_index(index.root, VERSION, index.path.parent)
     assert build_ground_truth(changed, "mini_train", LIDAR, num_workers=2).stamp != database.stamp
     assert not list(path.parent.glob("*.tmp"))
 
@@ -170,12 +170,12 @@ def make_both(kill_after_s: float | None, root: Path, cache: Path, where: Path) 
         replace(source, target)
 
     os.replace, ground_truth_writer._SAMPLES_PER_PART = note, 1
-    index_module._PIECE_BYTES, index_module._SCENES_PER_PART = 3000, 1
+    build_index._CHUNK_BYTES, build_index._SCENES_PER_PART = 3000, 1
     if kill_after_s is not None:
         timer = threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
-    build_ground_truth(build_index(root, VERSION, cache), "mini_train", LIDAR)
+    build_ground_truth(open_index(root, VERSION, cache), "mini_train", LIDAR)
 
 
 @pytest.mark.parametrize("seed", range(3))

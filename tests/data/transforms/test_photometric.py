@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bev_lightning.data.loaders.torch import TorchLoader
-from bev_lightning.data.nuscenes.index import build_index
+from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
@@ -97,7 +97,7 @@ def test_draws_follow_the_seed_and_their_ranges() -> None:
 
 
 def test_both_loaders_give_the_same_colours(make_tree, tmp_path: Path) -> None:
-    index = build_index(make_tree(), "v1.0-mini", tmp_path / "cache")
+    index = open_index(make_tree(), "v1.0-mini", tmp_path / "cache")
 
     def open_batch(loader, augment: Augment):
         frames = FrameSource(index, index.split("mini_train"), INPUTS, ("car",), augment=augment)
