@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CAMERA_MODELS = {"pinhole": (0,), "brown_conrady": (4, 5, 8), "kannala_brandt": (4,)}
-"""Possible numbers of distortion coefficients, by camera model."""
-MAX_COEFFICIENTS = 8
+from bev_lightning.data.distortion import CAMERA_MODELS
+
 _STEP = 4  # network pixels between the nodes of an undistortion map
 _OUTSIDE = -1e6  # map value [pixels] where the camera sees nothing
 

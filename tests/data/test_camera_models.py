@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bev_lightning.data.camera_models import CameraModel, make_camera_model, undistortion_map
-from bev_lightning.data.nuscenes.json_tables import check_camera_model
+from bev_lightning.data.distortion import check_camera_model
 from bev_lightning.errors import InputError
 
 MATRIX = np.array([[500.0, 0, 402], [0, 510, 301], [0, 0, 1]])
@@ -109,9 +109,9 @@ def test_no_second_picture_where_the_polynomial_turns_round() -> None:
     ("model", "number", "sentence"),
     [
         ("ftheta", 4, "has the camera model 'ftheta': use one of pinhole, brown_conrady"),
-        ("kannala_brandt", 5, "has 5 distortion coefficients, and kannala_brandt has 4"),
-        ("brown_conrady", 6, "has 6 distortion coefficients, and brown_conrady has 4 or 5 or 8"),
-        ("pinhole", 1, "has 1 distortion coefficients, and pinhole has 0"),
+        ("kannala_brandt", 5, "has 5 distortion coefficients; kannala_brandt takes 4"),
+        ("brown_conrady", 6, "has 6 distortion coefficients; brown_conrady takes 4 or 5 or 8"),
+        ("pinhole", 1, "has 1 distortion coefficients; pinhole takes 0"),
     ],
 )
 def test_odd_lenses_are_refused(model: str, number: int, sentence: str) -> None:

@@ -18,7 +18,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bev_lightning.data.camera_models import CAMERA_MODELS, MAX_COEFFICIENTS
+from bev_lightning.data.distortion import CAMERA_MODELS, MAX_COEFFICIENTS, check_camera_model
 from bev_lightning.errors import InputError
 
 _Value = TypeVar("_Value")
@@ -210,23 +210,6 @@ def read_paths(records: Sequence[dict[str, Any]]) -> pa.Array:
             normalised[row], records[row]["filename"], records[row]["token"]
         )
     return pa.array(normalised, pa.string())
-
-
-def check_camera_model(model: str, coefficients: int, where: str) -> None:
-    """Check a camera model and its number of distortion coefficients. Raises InputError.
-
-    Args:
-        where: start of the error message, e.g. the config key.
-    """
-    if model not in CAMERA_MODELS:
-        raise InputError(
-            f"{where} has the camera model {model!r}: use one of {', '.join(CAMERA_MODELS)}"
-        )
-    if coefficients not in CAMERA_MODELS[model]:
-        numbers = " or ".join(str(number) for number in CAMERA_MODELS[model])
-        raise InputError(
-            f"{where} has {coefficients} distortion coefficients; {model} takes {numbers}"
-        )
 
 
 def lookup_error(table: str, token: Any) -> InputError:

@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from bev_lightning.data.camera_models import MAX_COEFFICIENTS
+from bev_lightning.data.distortion import MAX_COEFFICIENTS
 
 SCHEMA_VERSION = 3
 LIDAR = "LIDAR_TOP"
@@ -44,7 +44,7 @@ PARTS = {
 }
 """List columns of a sample, with an item for each reading, each calibration that its readings use
 (``readings.calibration`` indexes these) and each box. Channels, categories and attributes are
-indices into the names in the metadata, lenses into ``camera_models.CAMERA_MODELS``."""
+indices into the names in the metadata, lenses into ``distortion.CAMERA_MODELS``."""
 SCHEMA = pa.schema(
     [
         *((name, _TEXT) for name in ("token", "scene_token", "scene_name", "previous", "next")),

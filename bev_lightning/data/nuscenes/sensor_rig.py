@@ -5,13 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bev_lightning.data.camera_models import (
-    CAMERA_MODELS,
-    MAX_COEFFICIENTS,
-    CameraModel,
-    make_camera_model,
-)
-from bev_lightning.data.nuscenes.json_tables import check_camera_model
+from bev_lightning.data.camera_models import CameraModel, make_camera_model
+from bev_lightning.data.distortion import CAMERA_MODELS, MAX_COEFFICIENTS, check_camera_model
 from bev_lightning.data.nuscenes.sample import Readings
 from bev_lightning.data.nuscenes.schema import LIDAR
 from bev_lightning.errors import InputError
@@ -38,7 +33,7 @@ class CameraModelSettings:
 
 @dataclass(frozen=True)
 class SensorRig:
-    """Which sensors there are, and what the tables do not say of them.
+    """Sensors that the model reads, and settings that the tables lack.
 
     Attributes:
         cameras: channels in the order of ``Cameras.images``, 1 to 8.

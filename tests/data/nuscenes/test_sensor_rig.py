@@ -283,7 +283,7 @@ def test_tables_with_odd_lenses_are_refused(
         ),
         (
             {"camera_models": {"CAM_BACK": {"model": "kannala_brandt", "distortion": [1.0]}}},
-            "camera_models.CAM_BACK has 1 distortion coefficients, and kannala_brandt has 4",
+            "camera_models.CAM_BACK has 1 distortion coefficients; kannala_brandt takes 4",
         ),
     ],
 )
