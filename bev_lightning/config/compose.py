@@ -17,6 +17,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from bev_lightning.config.aliases import rename_overrides, rename_targets
 from bev_lightning.errors import InputError
 
 VERSION_BASE = "1.3"
@@ -82,7 +83,7 @@ def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = Non
     Raises:
         InputError: one sentence for whatever Hydra refuses.
     """
-    words = quote_choices(overrides)
+    words = rename_overrides(quote_choices(overrides))
     cfg = _compose(verb, words, extra_dir)
     resume = OmegaConf.select(cfg, "resume")
     ckpt = resume or OmegaConf.select(cfg, "ckpt") or OmegaConf.select(cfg, "source")
@@ -106,7 +107,7 @@ def compose_jobs(
     Raises:
         InputError: one sentence for whatever Hydra refuses.
     """
-    words = quote_choices(overrides)
+    words = rename_overrides(quote_choices(overrides))
     with _hydra(extra_dir):
         parsed = _parse(words)
         first = [
@@ -170,9 +171,10 @@ def read_overrides(checkpoint: Path) -> list[str]:
     try:
         if checkpoint.suffix == ".safetensors":
             with safe_open(checkpoint, framework="pt") as file:
-                return [str(word) for word in json.loads(file.metadata()["overrides"])]
+                stored = json.loads(file.metadata()["overrides"])
+                return rename_overrides([str(word) for word in stored])
         content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        return [str(word) for word in content["bev_lightning"]["overrides"]]
+        return rename_overrides([str(word) for word in content["bev_lightning"]["overrides"]])
     except (
         pickle.UnpicklingError,
         SafetensorError,
@@ -221,7 +223,9 @@ def _compose(verb: str, words: list[str], extra_dir: str | None) -> DictConfig:
     with _hydra(extra_dir):
         _parse(words)
         try:
-            return compose(verb, overrides=[*extra, *words], return_hydra_config=True)
+            cfg = compose(verb, overrides=[*extra, *words], return_hydra_config=True)
+            rename_targets(cfg)
+            return cfg
         except _REFUSALS as error:
             raise InputError(_explain(error, verb, words)) from None
 

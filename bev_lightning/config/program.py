@@ -24,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from bev_lightning import __version__
+from bev_lightning.config.aliases import rename_overrides, rename_targets
 from bev_lightning.config.auto_batch import find_batch
 from bev_lightning.config.compose import (
     VERSION_BASE,
@@ -113,8 +114,12 @@ class _Program:
     def run(self) -> None:
         parser = get_args_parser()
         args = parser.parse_intermixed_args(quote_choices(self.typed))
-        words = list(args.overrides)
-        self.flags = [word for word in quote_choices(self.typed) if word not in words]
+        words = rename_overrides(args.overrides)
+        if not cluster.is_child():
+            for former, present in zip(args.overrides, words, strict=True):
+                if former != present:
+                    _note(self.verb, f"{former} is now {present}; use the new name")
+        self.flags = [word for word in quote_choices(self.typed) if word not in args.overrides]
         shows = args.help or args.hydra_help or args.cfg or args.info or args.shell_completion
         if args.cfg or args.info:
             words = compose_job(self.verb, words, args.config_dir).overrides
@@ -220,6 +225,11 @@ class _Program:
         if info.mode == RunMode.MULTIRUN:
             return self._run_job(run_dir, list(info.overrides.task))
         self.results = run_dir
+        if not cluster.is_child():
+            for former, present in rename_targets(cfg).items():
+                _note(
+                    self.verb, f"_target_: {former} is now {present}; change it in your YAML file"
+                )
         resolved = resolve(cfg, self.machine, run_dir)
         if "hardware" in resolved:
             cluster.set_environment(resolved.hardware.environment or {})
@@ -294,6 +304,10 @@ def _refuse(verb: str, error: InputError) -> NoReturn:
     print(f"bev_lightning.{verb}: {error}", file=sys.stderr, flush=True)
     cluster.leave(2)
     sys.exit(2)
+
+
+def _note(verb: str, sentence: str) -> None:
+    print(f"bev_lightning.{verb}: {sentence}", file=sys.stderr, flush=True)
 
 
 def _check_place(key: str, path: Path) -> None:

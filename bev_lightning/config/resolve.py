@@ -5,6 +5,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from bev_lightning.config.aliases import rename_targets
 from bev_lightning.config.compose import config_dir
 from bev_lightning.config.strategy import WHOLE, count_columns, name_strategy, resolve_strategy
 from bev_lightning.hardware.machine import BatchPlan, Machine, choose_num_workers
@@ -27,6 +28,7 @@ def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> D
         plain.paths.run = str(run_dir)
     if "data" in plain and isinstance(plain.data.get("root"), str):
         plain.data.root = str(Path(plain.data.root).expanduser())
+    rename_targets(plain)
     OmegaConf.resolve(plain)
     on_cuda = False
     num_local = 1

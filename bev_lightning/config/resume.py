@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from bev_lightning.config.aliases import rename_overrides
 from bev_lightning.config.compose import ONE_RUN_ONLY, Job, compose_job, key_of
 
 
@@ -90,7 +91,7 @@ def find_checkpoint(folder: Path, damaged: list[Path] | None = None) -> Path | N
 
 
 def _essence(words: Sequence[str]) -> list[str]:
-    return sorted(word for word in words if not ONE_RUN_ONLY.match(key_of(word)))
+    return sorted(word for word in rename_overrides(words) if not ONE_RUN_ONLY.match(key_of(word)))
 
 
 def _tell(damaged: Sequence[Path]) -> str:

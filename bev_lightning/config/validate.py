@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from bev_lightning.config.aliases import KEYS
 from bev_lightning.config.compose import config_dir
 from bev_lightning.config.strategy import WHOLE, check_strategy, name_strategy
 from bev_lightning.config.validate_axes import (
@@ -80,6 +81,7 @@ def check(cfg: DictConfig) -> None:
         InputError: one sentence that names the key, the value and the mend.
     """
     for rule in (
+        _check_names,
         _check_numbers,
         _check_axes,
         check_auto_batch,
@@ -127,6 +129,13 @@ def check_machine(cfg: DictConfig, machine: Machine) -> None:
         found = sorted(path.name for path in root.glob("v*.*") if path.is_dir())
         mend = f"set data.version={found[0]}" if found else "set data.root to a nuScenes data set"
         raise InputError(f"data.root={root} has no folder {version}; {mend}")
+
+
+def _check_names(cfg: DictConfig) -> None:
+    """A YAML file of a user's may still set keys by former names; overrides are translated."""
+    for former, present in KEYS.items():
+        if "/" not in former and OmegaConf.select(cfg, former, default="absent") != "absent":
+            raise InputError(f"{former} is now {present}; rename the key in your YAML file")
 
 
 def _check_numbers(cfg: DictConfig) -> None:
