@@ -123,7 +123,7 @@ def rename_targets(cfg: Any) -> dict[str, str]:
     """
     renamed: dict[str, str] = {}
     if isinstance(cfg, DictConfig) and not cfg._is_none() and not cfg._is_missing():
-        for key in cfg:
+        for key in map(str, cfg):
             if OmegaConf.is_missing(cfg, key) or OmegaConf.is_interpolation(cfg, key):
                 continue
             value = cfg[key]
