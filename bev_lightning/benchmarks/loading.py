@@ -25,7 +25,7 @@ from bev_lightning.benchmarks.random_sensor_files import make_recordings
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.benchmarks.timing import time_all
 from bev_lightning.data.loaders.decode import normalise, read_image_into, read_points_into
-from bev_lightning.data.loaders.image_cache import open_image_cache
+from bev_lightning.data.loaders.image_cache import ImageCache, open_image_cache
 from bev_lightning.data.loaders.protocol import Loader
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.torch import TorchLoader, normalise_images, read_image, read_points
@@ -117,26 +117,25 @@ def _measure_rungs(
         "zero_copy, full_decode": SharedMemoryLoader(num_workers, full_decode=True),
         "zero_copy, cache=ram": SharedMemoryLoader(num_workers),
     }
-    cached = frames.with_tokens(frames.tokens)
     limit_gib = 0.01 * len(frames) + 0.01
-    cached.image_cache = open_image_cache("ram", limit_gib, "", cached, rungs["zero_copy"])
+    image_cache = open_image_cache("ram", limit_gib, "", frames, rungs["zero_copy"])
     sampler = TrainSampler(len(frames), batch_size)
-    for _ in rungs["zero_copy, cache=ram"].open(cached, sampler, 0, len(sampler)):
+    for _ in rungs["zero_copy, cache=ram"].open(frames, sampler, 0, len(sampler), image_cache):
         pass
     taken = {name: _Taken() for name in rungs}
     for repeat in range(repeats):
         for name, loader in rungs.items():
-            source = cached if "cache" in name else frames
-            _run(loader, source, sampler, repeat, num_batches, taken[name])
+            cache = image_cache if "cache" in name else None
+            _run(loader, frames, sampler, repeat, num_batches, taken[name], cache)
     rows = []
     for name, one in taken.items():
         ms, cpu_ms = statistics.median(one.wall_ms), statistics.median(one.cpu_ms) / batch_size
         more: dict[str, float | str | None] = {"floor_share": floor_ms / cpu_ms}
         if torch.cuda.is_available():
             more["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        lookups = getattr(rungs[name], "cache_lookups", 0)
-        if lookups:
-            more["cache_hit_rate"] = rungs[name].cache_hits / lookups  # type: ignore[attr-defined]
+        hit_rate = rungs[name].stats.cache_hit_rate
+        if hit_rate is not None:
+            more["cache_hit_rate"] = hit_rate
         rows.append(
             Row(
                 name,
@@ -158,10 +157,11 @@ def _run(
     repeat: int,
     num_batches: int,
     taken: _Taken,
+    image_cache: ImageCache | None,
 ) -> None:
     """Take the time of some batches in the midst of an endless run."""
     start = repeat * num_batches
-    batches = loader.open(frames, sampler, start, start + 1000)
+    batches = loader.open(frames, sampler, start, start + 1000, image_cache)
     try:
         for _ in range(2):
             next(batches)
@@ -172,7 +172,7 @@ def _run(
         taken.cpu_ms.append((_cpu_s() - cpu) * 1e3 / num_batches)
         taken.peak_mib.append(_memory_mib())
     finally:
-        batches.close()  # type: ignore[attr-defined]
+        batches.close()
 
 
 def _measure_parts(frames: FrameSource, repeats: int) -> tuple[list[Row], float]:

@@ -1,6 +1,5 @@
 """What ``auto`` means on a machine."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -8,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from bev_lightning.config.aliases import rename_targets
 from bev_lightning.config.compose import config_dir
 from bev_lightning.config.strategy import WHOLE, count_columns, name_strategy, resolve_strategy
+from bev_lightning.data.loaders.auto import choose_loader, choose_loader_name
 from bev_lightning.hardware.machine import BatchPlan, Machine, choose_num_workers
 
 
@@ -80,22 +80,18 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
 
 
 def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool, num_local: int) -> None:
-    if plain.loader["_target_"] == "auto":
-        # The card decodes for DALI; the pixels of a cache do not pass through it.
-        keeps = OmegaConf.select(plain, "data.cache", default="none") != "none"
-        choice = "dali_prefetch" if on_cuda and _has_dali() and not keeps else "zero_copy"
-        said = {key: value for key, value in plain.loader.items() if key != "_target_"}
+    if plain.loader["_target_"] == f"{choose_loader.__module__}.choose_loader":
+        # The factory is replaced by its choice, so that resolved.yaml shows it.
+        choice = choose_loader_name(on_cuda, plain.loader.image_cache)
+        given = {
+            key: value
+            for key, value in plain.loader.items()
+            if key not in ("_target_", "image_cache")
+        }
         plain.loader = OmegaConf.merge(
-            OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), said
+            OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), given
         )
     if plain.loader.num_workers == "auto":
         plain.loader.num_workers = choose_num_workers(machine.num_cpus, num_local, on_cuda)
     if plain.loader.pin_memory == "auto":
         plain.loader.pin_memory = on_cuda
-
-
-def _has_dali() -> bool:
-    try:
-        return find_spec("nvidia.dali") is not None
-    except ModuleNotFoundError:
-        return False

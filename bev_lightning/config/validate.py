@@ -234,12 +234,17 @@ def _check_loader(cfg: DictConfig) -> None:
         if not any(value is one or (value == one and isinstance(one, str)) for one in known):
             words = ", ".join(str(one).lower() for one in known[:-1])
             raise InputError(f"{key}={value} is unknown; use {words} or {str(known[-1]).lower()}")
-    loader, cache = str(_get(cfg, "loader._target_")), _get(cfg, "data.cache")
-    if cache in ("ram", "disk") and not loader.endswith(("auto", "SharedMemoryLoader")):
-        raise InputError(
-            f"data.cache={cache} keeps images as loader=zero_copy decodes them; use "
-            f"loader=zero_copy or loader=auto, or data.cache=none"
-        )
+    target, cache = str(_get(cfg, "loader._target_")), _get(cfg, "data.cache")
+    if cache in ("ram", "disk"):
+        # Imported only here: a loader's module imports torch.
+        from hydra.utils import get_object
+
+        from bev_lightning.data.loaders.auto import choose_loader
+        from bev_lightning.data.loaders.image_cache import check_image_cache
+
+        loader = get_object(target)
+        if loader is not choose_loader:
+            check_image_cache(cache, loader)
 
 
 def _check_paste(cfg: DictConfig) -> None:

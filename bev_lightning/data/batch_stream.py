@@ -13,6 +13,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.loaders.protocol import Loader
 from bev_lightning.data.samplers import SceneSampler, TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
@@ -48,6 +49,7 @@ class BatchStream:
         num_micro_steps: int,
         micro_step: int = 0,
         accumulation: int = 1,
+        image_cache: ImageCache | None = None,
     ) -> None:
         self.loader = loader
         self.frames = frames
@@ -55,6 +57,7 @@ class BatchStream:
         self.num_micro_steps = num_micro_steps
         self.micro_step = micro_step
         self.accumulation = accumulation
+        self.image_cache = image_cache
         self.num_again = 0
         self.shift = 0
         self.seconds_waited = 0.0
@@ -68,7 +71,7 @@ class BatchStream:
         start = self.micro_step
         stop = ((start - self.shift) // self.num_micro_steps + 1) * self.num_micro_steps
         stop += self.shift
-        batches = self.loader.open(self.frames, self.order, start, stop)
+        batches = self.loader.open(self.frames, self.order, start, stop, self.image_cache)
         try:
             for micro_step in range(start, stop):
                 began = time.perf_counter()
@@ -78,15 +81,12 @@ class BatchStream:
                 self.micro_step = micro_step + 1
                 yield batch
         finally:
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
+            batches.close()
 
     @property
     def cache_hit_rate(self) -> float | None:
         """Share of the images that were decoded before; None where none are kept."""
-        lookups = getattr(self.loader, "cache_lookups", 0)
-        return self.loader.cache_hits / lookups if lookups else None  # type: ignore[attr-defined]
+        return self.loader.stats.cache_hit_rate
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, in plain numbers."""
@@ -181,9 +181,7 @@ class EvaluationStream:
                 self.seconds_waited += time.perf_counter() - began
                 yield batch
         finally:
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
+            batches.close()
 
 
 def seed_everything(seed: int, rank: int, micro_step: int) -> None:

@@ -12,7 +12,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from bev_lightning.data.batch_stream import BatchStream, EvaluationStream, WindowedStream
 from bev_lightning.data.build_gt_database import build_ground_truth
 from bev_lightning.data.class_balance import balance, count_boxes
-from bev_lightning.data.loaders.image_cache import CacheKind, open_image_cache
+from bev_lightning.data.loaders.image_cache import (
+    CacheKind,
+    ImageCache,
+    check_image_cache,
+    open_image_cache,
+)
 from bev_lightning.data.loaders.protocol import Loader
 from bev_lightning.data.nuscenes.index import Index, open_index
 from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
@@ -118,6 +123,7 @@ class DetectionDataModule(LightningDataModule):
                 f"data.target_range={list(target_range)} must be 6 numbers: x, y, z minima and "
                 f"maxima [m]; or null for the lidar's range"
             )
+        check_image_cache(cache, loader)
         if gt_sampling is not None:
             check_inputs(inputs)
         self.root, self.version = root, version
@@ -134,6 +140,7 @@ class DetectionDataModule(LightningDataModule):
         self.rig = SensorRig() if sensors is None else sensors
         self.index: Index | None = None
         self.stream: BatchStream | None = None
+        self._image_cache: ImageCache | None = None
         self._frames: dict[str, FrameSource] = {}
         self._state: dict[str, int] | None = None
 
@@ -237,7 +244,12 @@ class DetectionDataModule(LightningDataModule):
                 done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         frames = self._opened("train")
         self.stream = BatchStream(
-            self.loader, frames, sampler, num_micro_steps, accumulation=accumulation
+            self.loader,
+            frames,
+            sampler,
+            num_micro_steps,
+            accumulation=accumulation,
+            image_cache=self._image_cache,
         )
         if self._state is not None:
             self.stream.load_state_dict(self._state)
@@ -299,7 +311,7 @@ class DetectionDataModule(LightningDataModule):
 
     def teardown(self, stage: str | None = None) -> None:
         """Report what could not be read and was replaced."""
-        skipped: dict[str, str] = getattr(self.loader, "skipped", {})
+        skipped = self.loader.stats.skipped
         if skipped:
             warnings.warn(
                 f"{len(skipped)} samples could not be read and were replaced by others "
@@ -326,7 +338,7 @@ class DetectionDataModule(LightningDataModule):
         if self.cbgs:
             rows = balance(counts, self.seed)
             source = source.with_tokens([source.tokens[row] for row in rows])
-        source.image_cache = open_image_cache(
+        self._image_cache = open_image_cache(
             self.cache, self.cache_gib, self.cache_dir, source, self.loader
         )
         return source

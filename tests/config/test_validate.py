@@ -278,7 +278,7 @@ def test_what_is_said_stays_said() -> None:
 
 
 def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bev_lightning.config.resolve._has_dali", lambda: True)
+    monkeypatch.setattr("bev_lightning.data.loaders.auto._has_dali", lambda: True)
     loader = resolve(load("train"), FOUR_3090).loader
     assert (loader._target_, loader.image_queue) == (
         "bev_lightning.data.loaders.dali.DaliLoader",
@@ -286,7 +286,7 @@ def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     cached = resolve(load("train", ["data.cache=disk"]), FOUR_3090)
     assert cached.loader._target_.endswith("SharedMemoryLoader")
-    monkeypatch.setattr("bev_lightning.config.resolve._has_dali", lambda: False)
+    monkeypatch.setattr("bev_lightning.data.loaders.auto._has_dali", lambda: False)
     assert resolve(load("train"), FOUR_3090).loader._target_.endswith("SharedMemoryLoader")
 
 

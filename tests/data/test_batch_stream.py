@@ -20,7 +20,7 @@ class Echo:
         self.opened: list[tuple[int, int]] = []
         self.closed = 0
 
-    def open(self, frames, sampler, start: int, stop: int) -> Iterator:
+    def open(self, frames, sampler, start: int, stop: int, image_cache=None) -> Iterator:
         self.opened.append((start, stop))
         try:
             for micro_step in range(start, stop):

@@ -16,7 +16,8 @@ from torch import Tensor
 from bev_lightning.data.loaders.ahead import Ahead
 from bev_lightning.data.loaders.dali_source import Delivery, EncodedSource
 from bev_lightning.data.loaders.decode import normalise, read_encoded
-from bev_lightning.data.loaders.protocol import BatchSampler
+from bev_lightning.data.loaders.image_cache import ImageCache
+from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
 from bev_lightning.data.loaders.slot_batch import BatchMetadata, assemble_batch, show_clouds
 from bev_lightning.data.loaders.torch import read_image
 from bev_lightning.data.loaders.undistort import undistort, undistort_on_device
@@ -44,8 +45,11 @@ class DaliLoader:
         image_queue, cloud_queue: batches of finished images, and of point clouds, that threads of
             their own may have ready; 0: made when they are asked for. Images are the smaller and
             the less steady, so that their queue is to be the longer.
-        skipped: sentence for each sample that could not be read and was replaced, by token.
+        stats: counters.
     """
+
+    supports_image_cache = False
+    full_decode = True
 
     def __init__(
         self,
@@ -66,11 +70,16 @@ class DaliLoader:
         self.pin_memory = pin_memory
         self.image_queue = image_queue
         self.cloud_queue = cloud_queue
-        self.skipped: dict[str, str] = {}
+        self.stats = LoaderStats()
 
     def open(
-        self, frames: FrameSource, sampler: BatchSampler, start: int, stop: int
-    ) -> Iterator[Batch]:
+        self,
+        frames: FrameSource,
+        sampler: BatchSampler,
+        start: int,
+        stop: int,
+        image_cache: ImageCache | None = None,
+    ) -> Generator[Batch, None, None]:
         """Batches ``start`` .. ``stop - 1`` of the sampler, in order.
 
         Closing the iterator ends the worker processes.
@@ -103,7 +112,7 @@ class DaliLoader:
             for _ in range(start, stop):
                 metadata, pixels = next(images)
                 for skipped in metadata.skipped:
-                    self.skipped.update(skipped)
+                    self.stats.skipped.update(skipped)
                 batch = assemble_batch(metadata, pixels, next(clouds)).to(device, non_blocking=True)
                 if cuda and threads:
                     # Made on streams of the threads, which have finished.

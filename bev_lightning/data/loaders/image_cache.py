@@ -22,6 +22,7 @@ from bev_lightning.data.atomic_files import lock
 from bev_lightning.errors import InputError
 
 if TYPE_CHECKING:
+    from bev_lightning.data.loaders.protocol import Loader
     from bev_lightning.data.samples.frame import FrameSource
 
 GIB = 2**30
@@ -158,14 +159,14 @@ class ImageCache:
 
 
 def open_image_cache(
-    kind: CacheKind, limit_gib: float, folder: str | Path, frames: "FrameSource", loader: object
+    kind: CacheKind, limit_gib: float, folder: str | Path, frames: "FrameSource", loader: "Loader"
 ) -> ImageCache | None:
-    """A cache for the images of some frames; None for those without cameras.
+    """A cache for the images of some frames; None without cameras or for ``kind="none"``.
 
     Args:
         kind, limit_gib, folder: see :class:`ImageCache`.
-        frames: the first one's cameras tell the largest image.
-        loader: whether it decodes files whole.
+        frames: the cameras of the first one determine the size of a record.
+        loader: reads the images, at full or reduced resolution.
     """
     if kind == "none" or frames.inputs.camera is None:
         return None
@@ -175,9 +176,18 @@ def open_image_cache(
         scale = max(network[0] / height, network[1] / width)
         scale *= 1.0 if frames.augment is None else frames.augment.image_scale[1]
         scale *= 1.0 if source.camera_model is None else source.camera_model.zoom
-        reduction = 1 if getattr(loader, "full_decode", False) else choose_reduction(scale)
+        reduction = 1 if loader.full_decode else choose_reduction(scale)
         largest = max(largest, -(-height // reduction) * -(-width // reduction) * 3)
     return ImageCache(kind, limit_gib, largest, Path(folder))
+
+
+def check_image_cache(kind: CacheKind, loader: "Loader | type[Loader]") -> None:
+    """Raise InputError if decoded images are to be kept and the loader does not support it."""
+    if kind != "none" and not loader.supports_image_cache:
+        raise InputError(
+            f"data.cache={kind} keeps images as loader=zero_copy decodes them; use "
+            f"loader=zero_copy or loader=auto, or data.cache=none"
+        )
 
 
 def choose_reduction(scale: float) -> int:

@@ -1,14 +1,16 @@
-"""What training and evaluation ask of a loader."""
+"""Interfaces between the batch streams, the samplers and the loaders."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.structures import Batch
 
 
 class BatchSampler(Protocol):
-    """Which samples each micro-step reads on this rank: what a loader needs to know of an order."""
+    """Which samples each micro-step reads on this rank."""
 
     @property
     def batch_size(self) -> int:
@@ -20,10 +22,59 @@ class BatchSampler(Protocol):
         ...
 
 
+@dataclass
+class LoaderStats:
+    """Counters of a loader, over all that it has read.
+
+    Attributes:
+        skipped: reason for each sample that could not be read and was replaced, by token.
+        cache_hits, cache_lookups: of decoded images.
+    """
+
+    skipped: dict[str, str] = field(default_factory=dict)
+    cache_hits: int = 0
+    cache_lookups: int = 0
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """Share of the images that came from the cache; None without a cache."""
+        return self.cache_hits / self.cache_lookups if self.cache_lookups else None
+
+
 class Loader(Protocol):
-    """What the stream asks of a loader: batches ``start`` .. ``stop - 1`` of a sampler, in
-    order."""
+    """Reads the samples' files into batches, usually in worker processes.
+
+    Attributes:
+        stats: counters.
+        supports_image_cache: whether :meth:`open` takes an image cache.
+        full_decode: whether images are decoded at full resolution, even where the network's image
+            is much smaller.
+    """
+
+    stats: LoaderStats
+
+    @property
+    def supports_image_cache(self) -> bool: ...
+
+    @property
+    def full_decode(self) -> bool: ...
 
     def open(
-        self, frames: FrameSource, sampler: BatchSampler, start: int, stop: int
-    ) -> Iterator[Batch]: ...
+        self,
+        frames: FrameSource,
+        sampler: BatchSampler,
+        start: int,
+        stop: int,
+        image_cache: ImageCache | None = None,
+    ) -> Generator[Batch, None, None]:
+        """Batches ``start`` .. ``stop - 1`` of the sampler, in order.
+
+        Closing the generator ends the worker processes.
+
+        Args:
+            image_cache: decoded images to read from and add to; only for loaders that support it.
+
+        Raises:
+            InputError: a file cannot be used, or a worker process was killed.
+        """
+        ...

@@ -11,7 +11,7 @@ import math
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from bev_lightning.data.loaders.decode import normalise
-from bev_lightning.data.loaders.protocol import BatchSampler
+from bev_lightning.data.loaders.image_cache import ImageCache
+from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
 from bev_lightning.data.loaders.slot_batch import (
     BatchMetadata,
     SlotArrays,
@@ -50,9 +51,10 @@ class SharedMemoryLoader:
         prefetch: batches that each worker may make ahead.
         pin_memory: page-locked slots; without CUDA it does nothing.
         full_decode: decode every pixel of an image's file, however small the network's image.
-        skipped: sentence for each sample that could not be read and was replaced, by token.
-        cache_hits, cache_lookups: of decoded images in ``FrameSource.image_cache``.
+        stats: counters.
     """
+
+    supports_image_cache = True
 
     def __init__(
         self,
@@ -65,12 +67,16 @@ class SharedMemoryLoader:
         self.prefetch = prefetch
         self.pin_memory = pin_memory
         self.full_decode = full_decode
-        self.skipped: dict[str, str] = {}
-        self.cache_hits = self.cache_lookups = 0
+        self.stats = LoaderStats()
 
     def open(
-        self, frames: FrameSource, sampler: BatchSampler, start: int, stop: int
-    ) -> Iterator[Batch]:
+        self,
+        frames: FrameSource,
+        sampler: BatchSampler,
+        start: int,
+        stop: int,
+        image_cache: ImageCache | None = None,
+    ) -> Generator[Batch, None, None]:
         """Batches ``start`` .. ``stop - 1`` of the sampler, in order.
 
         Closing the iterator ends the worker processes.
@@ -82,7 +88,7 @@ class SharedMemoryLoader:
         layout = SlotLayout(frames.inputs, sampler.batch_size, changes)
         pool = SlotPool(max(1, self.num_workers) * self.prefetch + _LENT, layout.num_bytes)
         workers = WorkerPool(
-            SlotWriter(frames, sampler, layout, pool, self.full_decode),
+            SlotWriter(frames, sampler, layout, pool, self.full_decode, image_cache),
             range(start, stop),
             self.num_workers,
             pool,
@@ -100,9 +106,9 @@ class SharedMemoryLoader:
                 while not ready or (unload.runs_ahead and len(ready) < 2 and workers.is_ready()):
                     slot, metadata = next(workers)
                     for skipped in metadata.skipped:
-                        self.skipped.update(skipped)
-                    self.cache_hits += metadata.cache_hits
-                    self.cache_lookups += metadata.cache_lookups
+                        self.stats.skipped.update(skipped)
+                    self.stats.cache_hits += metadata.cache_hits
+                    self.stats.cache_lookups += metadata.cache_lookups
                     ready.append(unload(slot, metadata, layout.show(pool.memory(slot))))
                 yield ready.popleft()
         except WorkerDiedError as died:

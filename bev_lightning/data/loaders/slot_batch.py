@@ -22,6 +22,7 @@ from bev_lightning.data.loaders.decode import (
     read_image_into,
     warm_up,
 )
+from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.loaders.protocol import BatchSampler
 from bev_lightning.data.loaders.torch import read_position, read_radar
 from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerDiedError
@@ -139,12 +140,14 @@ class SlotWriter:
         layout: SlotLayout,
         pool: SlotPool,
         full_decode: bool = False,
+        image_cache: ImageCache | None = None,
     ) -> None:
         self.frames = frames
         self.sampler = sampler
         self.layout = layout
         self.pool = pool
         self.full_decode = full_decode
+        self.image_cache = image_cache
         warm_up()
 
     def __call__(self, micro_step: int, slot: int) -> BatchMetadata:
@@ -155,7 +158,7 @@ class SlotWriter:
         """
         cv2.setNumThreads(1)  # a pool of threads does not survive the fork
         arrays, inputs = self.layout.show(self.pool.memory(slot)), self.frames.inputs
-        cache = self.frames.image_cache
+        cache = self.image_cache
         before = (0, 0) if cache is None else (cache.hits, cache.lookups)
         places = self.sampler.batch(micro_step)
         cameras = 0 if inputs.camera is None else len(inputs.camera.channels)
@@ -268,7 +271,7 @@ class SlotWriter:
                 torch.from_numpy(arrays.pixels[place]).copy_(torch.from_numpy(image))
 
     def _read_image(self, source: ImageSource, out: np.ndarray) -> None:
-        read_image_into(source, out, self.full_decode, self.frames.image_cache)
+        read_image_into(source, out, self.full_decode, self.image_cache)
 
 
 def show_clouds(

@@ -7,7 +7,7 @@ obvious step after the other. Every file that cannot be used ends in a sentence 
 import functools
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,8 +16,8 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
-from bev_lightning.data.loaders.image_cache import choose_reduction
-from bev_lightning.data.loaders.protocol import BatchSampler
+from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction
+from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
 from bev_lightning.data.loaders.undistort import undistort
 from bev_lightning.data.nuscenes.sensor_files import (
     check_holes,
@@ -235,8 +235,11 @@ class TorchLoader:
         num_workers: processes; 0 reads in this one.
         prefetch: batches that each worker may hold ready.
         pin_memory: page-locked batches for asynchronous transfer; without CUDA it does nothing.
-        skipped: sentence for each sample that could not be read and was replaced, by token.
+        stats: counters.
     """
+
+    supports_image_cache = False
+    full_decode = True
 
     def __init__(
         self,
@@ -247,11 +250,16 @@ class TorchLoader:
         self.num_workers = num_workers
         self.prefetch = prefetch
         self.pin_memory = pin_memory
-        self.skipped: dict[str, str] = {}
+        self.stats = LoaderStats()
 
     def open(
-        self, frames: FrameSource, sampler: BatchSampler, start: int, stop: int
-    ) -> Iterator[Batch]:
+        self,
+        frames: FrameSource,
+        sampler: BatchSampler,
+        start: int,
+        stop: int,
+        image_cache: ImageCache | None = None,
+    ) -> Generator[Batch, None, None]:
         """Batches ``start`` .. ``stop - 1`` of the sampler, in order.
 
         Raises:
@@ -282,7 +290,7 @@ class TorchLoader:
                     )
                 if isinstance(result, _Failure):
                     raise InputError(result.sentence)
-                self.skipped.update(result.skipped)
+                self.stats.skipped.update(result.skipped)
                 yield result.batch
         finally:
             del results  # ends the workers, also where an error keeps this frame

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.nuscenes.index import Index
 from bev_lightning.data.nuscenes.missing_files import filter_missing
 from bev_lightning.data.nuscenes.sample import (
@@ -92,7 +91,6 @@ class FrameSource:
         dropped: sentence for each sample left out because files are missing
             (``on_missing="skip"``), by token.
         has_distorted_images: whether images are undistorted (some camera is no plain pinhole).
-        image_cache: decoded images, for the loaders that keep them.
     """
 
     def __init__(
@@ -148,7 +146,6 @@ class FrameSource:
         self.tokens, self.dropped = filter_missing(index, tokens, inputs, on_missing)
         self.has_distorted_images = index.has_lenses or bool(self.rig.camera_models)
         self._kept = frozenset(self.tokens)
-        self.image_cache: ImageCache | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

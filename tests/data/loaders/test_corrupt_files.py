@@ -191,7 +191,7 @@ def test_damage_is_named_or_replaced_by_every_loader(make_frames, case: str) -> 
         read = list(loader.open(lenient, TrainSampler(5, 1, shuffle=False), 0, 5))
         expected = [lenient.tokens[place] for place in (0, 1, 3, 3, 4)]
         assert [batch.sample_tokens[0] for batch in read] == expected, name
-        assert loader.skipped == {token: said}, name
+        assert loader.stats.skipped == {token: said}, name
         for batch in read:
             batch.validate()
             assert batch.cameras.images.std(dim=(2, 3, 4)).min() > 0.1, name  # no blank image

@@ -224,8 +224,8 @@ def test_skip_replaces_as_the_plain_loader_does(tmp_path: Path) -> None:
     batches = list(loader.open(frames, sampler, 0, 2))
     expected = list(plain.open(frames, sampler, 0, 2))
     assert [batch.sample_tokens for batch in batches] == [("s0", "s1"), ("s3", "s3")]
-    assert loader.skipped == plain.skipped
-    assert set(loader.skipped) == {"s2"}
+    assert loader.stats.skipped == plain.stats.skipped
+    assert set(loader.stats.skipped) == {"s2"}
     assert_equal_batches(batches[1], expected[1])
 
 

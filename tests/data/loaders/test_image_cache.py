@@ -128,10 +128,11 @@ def test_cached_images_are_the_decoded_ones(make_tree, tmp_path: Path, num_worke
     sampler = TrainSampler(len(source), 1)
     expected = list(SharedMemoryLoader().open(source, sampler, 0, 10))
     loader = SharedMemoryLoader(num_workers)
-    source.image_cache = open_image_cache("ram", 10 * MIB, tmp_path, source, loader)
+    image_cache = open_image_cache("ram", 10 * MIB, tmp_path, source, loader)
     for start in (0, 5):
-        for micro_step, batch in enumerate(loader.open(source, sampler, start, start + 5), start):
+        batches = loader.open(source, sampler, start, start + 5, image_cache)
+        for micro_step, batch in enumerate(batches, start):
             assert torch.equal(batch.cameras.images, expected[micro_step].cameras.images)
-    assert (loader.cache_hits, loader.cache_lookups) == (10, 20)
+    assert (loader.stats.cache_hits, loader.stats.cache_lookups) == (10, 20)
     assert BatchStream(loader, source, sampler, 10).cache_hit_rate == 0.5
     assert BatchStream(SharedMemoryLoader(), source, sampler, 10).cache_hit_rate is None

@@ -124,7 +124,7 @@ def test_unreadable_samples_are_replaced_and_counted(frames) -> None:
     loader = SharedMemoryLoader(1)
     (batch,) = loader.open(source, TrainSampler(5, 5, shuffle=False), 0, 1)
     assert batch.sample_tokens[1:4] == ("scene-0061_1", "scene-0103_0", "scene-0103_0")
-    assert "holds NaN or infinity in 2 of 2" in loader.skipped["scene-0061_2"]
+    assert "holds NaN or infinity in 2 of 2" in loader.stats.skipped["scene-0061_2"]
 
 
 def children() -> set[int]:

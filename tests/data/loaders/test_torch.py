@@ -247,8 +247,8 @@ def test_unreadable_samples_are_replaced_and_counted(frames) -> None:
         loader = TorchLoader(num_workers)
         batches = list(loader.open(source, TrainSampler(5, 5, shuffle=False), 0, 1))
         assert batches[0].sample_tokens[1:4] == ("scene-0061_1", "scene-0103_0", "scene-0103_0")
-        assert list(loader.skipped) == ["scene-0061_2"]
-        assert "(0 bytes) is empty" in loader.skipped["scene-0061_2"]
+        assert list(loader.stats.skipped) == ["scene-0061_2"]
+        assert "(0 bytes) is empty" in loader.stats.skipped["scene-0061_2"]
     for position in range(5):
         source.frame(0, position).lidar[0].path.write_bytes(b"")
     with pytest.raises(InputError, match="none of the 5 samples can be read"):
