@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from bev_lightning.classes import check_classes
 from bev_lightning.config.aliases import KEYS
 from bev_lightning.config.compose import config_dir
 from bev_lightning.config.strategy import WHOLE, check_strategy, name_strategy
@@ -60,18 +61,6 @@ _STILL: dict[str, Any] = {
     "bev_flip_y": 0,
     "bev_translate_std_m": [0, 0, 0],
 }
-_CLASSES = (
-    "car",
-    "truck",
-    "construction_vehicle",
-    "bus",
-    "trailer",
-    "barrier",
-    "motorcycle",
-    "bicycle",
-    "pedestrian",
-    "traffic_cone",
-)
 
 
 def check(cfg: DictConfig) -> None:
@@ -204,10 +193,7 @@ def _check_data(cfg: DictConfig) -> None:
             f"data.on_missing={on_missing} is unknown; use data.on_missing=error or skip"
         )
     classes = list(_get(cfg, "data.classes") or [])
-    unknown = [str(name) for name in classes if name not in _CLASSES]
-    if not classes or unknown or len(set(classes)) < len(classes):
-        wrong = f"holds {', '.join(unknown)}" if unknown else "is empty or names a class twice"
-        raise InputError(f"data.classes {wrong}; name each once, out of {', '.join(_CLASSES)}")
+    check_classes(classes)
     _check_loader(cfg)
     _check_paste(cfg)
     _check_augment(cfg)

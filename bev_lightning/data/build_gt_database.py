@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pyarrow as pa
 import torch
 
+from bev_lightning.classes import DETECTION_CLASSES
 from bev_lightning.data.atomic_files import lock, replace_file
 from bev_lightning.data.loaders.torch import read_points
 from bev_lightning.data.nuscenes.index import Index
-from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
 from bev_lightning.data.resumable_jobs import close_parts, make_parts, open_parts, read_part
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.gt_database import SCHEMA, SCHEMA_VERSION, GroundTruthDatabase

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from bev_lightning.classes import check_classes
 from bev_lightning.data.batch_stream import BatchStream, EvaluationStream, WindowedStream
 from bev_lightning.data.build_gt_database import build_ground_truth
 from bev_lightning.data.class_balance import balance, count_boxes
@@ -20,7 +21,6 @@ from bev_lightning.data.loaders.image_cache import (
 )
 from bev_lightning.data.loaders.protocol import Loader
 from bev_lightning.data.nuscenes.index import Index, open_index
-from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
 from bev_lightning.data.nuscenes.sensor_rig import SensorRig
 from bev_lightning.data.samplers import SceneSampler, TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
@@ -101,13 +101,7 @@ class DetectionDataModule(LightningDataModule):
         super().__init__()
         if on_missing not in ("error", "skip"):
             raise InputError(f"data.on_missing={on_missing} is unknown: use error or skip")
-        unknown = [name for name in classes if name not in DETECTION_CLASSES]
-        if unknown or len(set(classes)) != len(classes) or not classes:
-            raise InputError(
-                f"data.classes={list(classes)}: "
-                f"{f'{unknown} are unknown' if unknown else 'names repeat or lack'}; "
-                f"choose from {', '.join(DETECTION_CLASSES)}"
-            )
+        check_classes(classes)
         if batch_size < 1 or val_batch_size < 1:
             raise InputError(
                 f"data.batch_size={batch_size} and data.val_batch_size={val_batch_size} must be 1 "

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bev_lightning.classes import ATTRIBUTES, DETECTION_CLASSES, MOVING_ATTRIBUTE, STILL_ATTRIBUTE
 from bev_lightning.errors import InputError
 from bev_lightning.structures.boxes import Boxes3D
 
@@ -32,19 +33,6 @@ MAX_BOXES_PER_SAMPLE = 500
 MOVING_SPEED = 0.2
 """Speed [m/s] above which the published rule calls an object moving."""
 
-_MOVING = {
-    **dict.fromkeys(("car", "truck", "construction_vehicle", "bus", "trailer"), "vehicle.moving"),
-    **dict.fromkeys(("motorcycle", "bicycle"), "cycle.with_rider"),
-    "pedestrian": "pedestrian.moving",
-}
-_STILL = {
-    **dict.fromkeys(("car", "truck", "construction_vehicle", "trailer"), "vehicle.parked"),
-    **dict.fromkeys(("motorcycle", "bicycle"), "cycle.without_rider"),
-    "bus": "vehicle.stopped",
-    "pedestrian": "pedestrian.standing",
-}
-_CLASSES = (*_MOVING, "barrier", "traffic_cone")
-_ATTRIBUTES = ("", *_MOVING.values(), *_STILL.values(), "pedestrian.sitting_lying_down")
 _LENGTHS = {"translation": 3, "size": 3, "rotation": 4, "velocity": 2}
 
 
@@ -63,7 +51,7 @@ class Refused:
 
 def attribute_of(name: str, speed: float) -> str:
     """Attribute guessed from class and speed [m/s]; empty for classes that have none."""
-    return (_MOVING if speed > MOVING_SPEED else _STILL).get(name, "")
+    return (MOVING_ATTRIBUTE if speed > MOVING_SPEED else STILL_ATTRIBUTE).get(name, "")
 
 
 def to_entries(
@@ -227,9 +215,9 @@ def _find_fault(token: str, entry: Any) -> str:
             return f"whose {field} is {json.dumps(value)[:60]} and not {length} numbers"
     if not _is_number(entry["detection_score"]):
         return f"whose detection_score is {entry['detection_score']!r} and no number"
-    if entry["detection_name"] not in _CLASSES:
+    if entry["detection_name"] not in DETECTION_CLASSES:
         return f"whose detection_name is {entry['detection_name']!r}, which is no nuScenes class"
-    if entry["attribute_name"] not in _ATTRIBUTES:
+    if entry["attribute_name"] not in ("", *ATTRIBUTES):
         return f"whose attribute_name is {entry['attribute_name']!r}, which nuScenes does not have"
     return ""
 

@@ -16,20 +16,6 @@ from bev_lightning.data.nuscenes.schema import EGO, LIDAR
 from bev_lightning.structures import Boxes3D
 from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation, wrap_angle
 
-# The classes of the nuScenes detection task, in the default order of labels.
-DETECTION_CLASSES = (
-    "car",
-    "truck",
-    "construction_vehicle",
-    "bus",
-    "trailer",
-    "barrier",
-    "motorcycle",
-    "bicycle",
-    "pedestrian",
-    "traffic_cone",
-)
-
 
 @dataclass(frozen=True)
 class Readings:

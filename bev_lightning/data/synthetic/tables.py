@@ -3,6 +3,7 @@
 import hashlib
 from typing import Any
 
+from bev_lightning.classes import ATTRIBUTES
 from bev_lightning.data.synthetic.rig import VEHICLES, list_channels, modality_of
 
 Row = dict[str, Any]
@@ -48,16 +49,6 @@ _CATEGORIES = (
     "movable_object.pushable_pullable",
     "movable_object.debris",
     "static_object.bicycle_rack",
-)
-_ATTRIBUTES = (
-    "vehicle.moving",
-    "vehicle.stopped",
-    "vehicle.parked",
-    "cycle.with_rider",
-    "cycle.without_rider",
-    "pedestrian.sitting_lying_down",
-    "pedestrian.standing",
-    "pedestrian.moving",
 )
 _VISIBILITY = (("1", 0, 40), ("2", 40, 60), ("3", 60, 80), ("4", 80, 100))
 
@@ -112,7 +103,7 @@ def fixed_tables(rig: str) -> dict[str, list[Row]]:
         ],
         "attribute": [
             {"token": make_token("attribute", name), "name": name, "description": f"{name}."}
-            for name in _ATTRIBUTES
+            for name in ATTRIBUTES
         ],
         "visibility": [
             {

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
+from bev_lightning.classes import DETECTION_CLASSES
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Boxes3D, LidarInput
 

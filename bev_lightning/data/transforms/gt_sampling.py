@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 
-from bev_lightning.data.nuscenes.sample import DETECTION_CLASSES
+from bev_lightning.classes import DETECTION_CLASSES
 from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Boxes3D, Inputs, LidarInput
