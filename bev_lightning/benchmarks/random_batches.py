@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bev_lightning.data.synthetic.rig import LIDAR, build_rig
-from bev_lightning.data.transforms.augment import fit_image
+from bev_lightning.data.transforms.augment import eval_image_transform
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Inputs, Points, Radar
 
 # Of a nuScenes key frame and its sweeps; a scene's walls per turn.
@@ -40,7 +40,7 @@ def _make_frame(inputs: Inputs, size: int, rng: np.random.Generator) -> Batch:
     ego_from_lidar = rig[LIDAR].ego_from_sensor
     cameras = points = radar = None
     if inputs.camera is not None:
-        image = fit_image(_IMAGE_SIZE, inputs.camera.size, inputs.camera.scale)
+        image = eval_image_transform(_IMAGE_SIZE, inputs.camera.size, inputs.camera.scale)
         matrices = []
         for channel in inputs.camera.channels:
             image_from_camera = np.eye(4)

@@ -27,7 +27,7 @@ from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.synthetic.dataset import SyntheticSpec, generate
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
-from bev_lightning.data.transforms.gt_sampling import GTSampler, GTSampling, check_inputs
+from bev_lightning.data.transforms.gt_sampling import GTSampler, GTSampling, check_lidar_only
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 
@@ -119,7 +119,7 @@ class DetectionDataModule(LightningDataModule):
             )
         check_image_cache(cache, loader)
         if gt_sampling is not None:
-            check_inputs(inputs)
+            check_lidar_only(inputs)
         self.root, self.version = root, version
         self.train_split, self.val_split = train_split, val_split
         self.batch_size, self.val_batch_size = batch_size, val_batch_size
@@ -184,7 +184,7 @@ class DetectionDataModule(LightningDataModule):
     def open_ground_truth(self, index: Index, renew: bool = False) -> GroundTruthDatabase:
         """What pasting draws from: the objects of the training split, made where it is absent;
         ``renew`` as of :func:`build_ground_truth`."""
-        lidar = check_inputs(self.inputs)
+        lidar = check_lidar_only(self.inputs)
         return build_ground_truth(
             index, self.train_split, lidar, self.on_missing, self.num_workers, renew
         )

@@ -15,7 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from bev_lightning.classes import ATTRIBUTES, DETECTION_CLASSES, MOVING_ATTRIBUTE, STILL_ATTRIBUTE
@@ -243,27 +245,9 @@ def _say_once(sentence: str) -> None:
 
 
 def _rotation_to_quaternion(rotation: Tensor) -> Tensor:
-    """Unit quaternions ``(..., 4)`` w, x, y, z of proper rotations ``(..., 3, 3)``.
-
-    Of the four classical formulas the one with the largest divisor is taken for each matrix
-    (Shepperd 1978), so that no angle loses digits.
-    """
-    m00, m11, m22 = rotation[..., 0, 0], rotation[..., 1, 1], rotation[..., 2, 2]
-    twist = rotation - rotation.transpose(-1, -2)
-    mix = rotation + rotation.transpose(-1, -2)
-    x, y, z = twist[..., 2, 1], twist[..., 0, 2], twist[..., 1, 0]
-    squares = torch.stack(
-        [1 + m00 + m11 + m22, 1 + m00 - m11 - m22, 1 - m00 + m11 - m22, 1 - m00 - m11 + m22], -1
-    )
-    candidates = torch.stack(
-        [
-            torch.stack([squares[..., 0], x, y, z], -1),
-            torch.stack([x, squares[..., 1], mix[..., 0, 1], mix[..., 0, 2]], -1),
-            torch.stack([y, mix[..., 0, 1], squares[..., 2], mix[..., 1, 2]], -1),
-            torch.stack([z, mix[..., 0, 2], mix[..., 1, 2], squares[..., 3]], -1),
-        ],
-        dim=-2,
-    )
-    best = squares.nan_to_num().argmax(-1)[..., None, None].expand(*squares.shape[:-1], 1, 4)
-    quaternion = candidates.gather(-2, best).squeeze(-2)
-    return quaternion / quaternion.norm(dim=-1, keepdim=True)
+    """Unit quaternions ``(..., 4)`` w, x, y, z of proper rotations ``(..., 3, 3)``; NaN of NaN."""
+    matrices = rotation.reshape(-1, 3, 3).numpy()
+    finite = np.isfinite(matrices).all(axis=(1, 2))
+    quaternion = np.full((len(matrices), 4), np.nan)
+    quaternion[finite] = Rotation.from_matrix(matrices[finite]).as_quat()[:, [3, 0, 1, 2]]
+    return torch.from_numpy(quaternion).view(*rotation.shape[:-2], 4)

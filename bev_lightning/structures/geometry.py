@@ -24,45 +24,6 @@ def make_transform(rotation: Tensor, translation: Tensor) -> Tensor:
     return torch.cat([top, bottom], dim=-2)
 
 
-def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
-    """Rotation matrices ``(..., 3, 3)`` of quaternions ``(..., 4)`` in the order w, x, y, z; they
-    need not have unit length."""
-    w, x, y, z = (quaternion / quaternion.norm(dim=-1, keepdim=True)).unbind(-1)
-    rows = [
-        torch.stack([1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)], -1),
-        torch.stack([2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)], -1),
-        torch.stack([2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)], -1),
-    ]
-    return torch.stack(rows, dim=-2)
-
-
-def intrinsic_to_transform(intrinsic: Tensor) -> Tensor:
-    """``image_from_camera`` ``(..., 4, 4)`` of a camera matrix ``(..., 3, 3)`` in pixels."""
-    return make_transform(intrinsic, intrinsic.new_zeros(intrinsic.shape[:-1]))
-
-
-def pixel_map_to_transform(network_from_original: Tensor) -> Tensor:
-    """Lift an affine map of pixels ``(..., 3, 3)`` to a transform ``(..., 4, 4)`` of image frames.
-
-    An image frame stores ``(u d, v d, d, 1)``, so the shift of the pixel map multiplies the depth:
-    it stands in the third column, not in the fourth.
-    """
-    return make_transform(
-        network_from_original, network_from_original.new_zeros(network_from_original.shape[:-1])
-    )
-
-
-def invert_rigid(dst_from_src: Tensor) -> Tensor:
-    """Inverse ``src_from_dst`` of rotations with translation; exact where a general inverse is not.
-
-    Only for rigid transforms: for one that scales (BEV augmentation) or projects use
-    :func:`torch.linalg.inv` on float32 or float64.
-    """
-    rotation = dst_from_src[..., :3, :3].transpose(-1, -2)
-    translation = -(rotation * dst_from_src[..., None, :3, 3]).sum(-1)
-    return make_transform(rotation, translation)
-
-
 def apply_transform(dst_from_src: Tensor, points: Tensor) -> Tensor:
     """Take points ``(..., P, 3)`` [m] of ``src`` to ``dst``; leading dimensions broadcast.
 

@@ -15,19 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from bev_lightning.data.nuscenes.can_bus import can_bus_vectors
 from bev_lightning.data.nuscenes.sample import can_bus_change
 from bev_lightning.metrics.submission import to_entries
 from bev_lightning.structures.boxes import Boxes3D
-from bev_lightning.structures.geometry import (
-    intrinsic_to_transform,
-    invert_rigid,
-    make_transform,
-    quaternion_to_rotation,
-    wrap_angle,
-)
+from bev_lightning.structures.geometry import make_transform, wrap_angle
 
 FOLDER = Path(os.environ.get("BEV_PARITY_DIR", "")) / "G_nuscenes_format"
 pytestmark = pytest.mark.skipif(
@@ -88,6 +83,11 @@ def want(name: str) -> Tensor:
     return torch.from_numpy(np.asarray(load("outputs.npz")[name]))
 
 
+def quaternion_to_rotation(quaternion: Tensor) -> Tensor:
+    """``(..., 3, 3)`` of quaternions w, x, y, z."""
+    return torch.from_numpy(Rotation.from_quat(quaternion.roll(-1, -1).numpy()).as_matrix())
+
+
 def pose(prefix: str, rotation: str = "rotation") -> Tensor:
     return make_transform(
         quaternion_to_rotation(read(f"{prefix}_{rotation}")), read(f"{prefix}_translation")
@@ -125,7 +125,7 @@ def annotations(sample: str) -> Boxes3D:
         label=read(f"{sample}/gt_label"),
         valid=torch.ones(len(rotation), dtype=torch.bool),
     )
-    return boxes.transform(invert_rigid(global_from_lidar(sample)))
+    return boxes.transform(torch.linalg.inv(global_from_lidar(sample)))
 
 
 def to_legacy(boxes: Boxes3D) -> Tensor:
@@ -168,7 +168,7 @@ def test_annotations_reach_the_model_frame_as_published(sample: str) -> None:
     boxes = annotations(sample)
     published = want(f"{sample}/info_gt_boxes")
     assert_same_boxes(to_legacy(boxes), published, atol=1e-6, yaw_atol=YAW_ATOL)
-    lidar_from_global = invert_rigid(global_from_lidar(sample))[:3, :3]
+    lidar_from_global = torch.linalg.inv(global_from_lidar(sample))[:3, :3]
     rotation = lidar_from_global @ quaternion_to_rotation(read(f"{sample}/gt_global_quat_wxyz"))
     left_axis = torch.atan2(-rotation[:, 0, 1], rotation[:, 0, 0])
     turn = wrap_angle(-left_axis - math.pi / 2 - published[:, 6])
@@ -283,8 +283,9 @@ def test_camera_matrices_are_the_published_ones() -> None:
         lidar_from_camera = make_transform(
             read(f"{prefix}/sensor2lidar_rotation"), read(f"{prefix}/sensor2lidar_translation")
         )
-        intrinsic = intrinsic_to_transform(read(f"{prefix}/cam_intrinsic"))
-        matrices.append(intrinsic @ invert_rigid(lidar_from_camera))
+        intrinsic = read(f"{prefix}/cam_intrinsic")
+        image_from_camera = make_transform(intrinsic, intrinsic.new_zeros(3))
+        matrices.append(image_from_camera @ torch.linalg.inv(lidar_from_camera))
     torch.testing.assert_close(
         torch.stack(matrices), want("bevformer/f0/lidar2img"), atol=1e-9, rtol=1e-9
     )

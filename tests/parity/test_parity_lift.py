@@ -20,7 +20,7 @@ from bev_lightning.checkpointing.official_names import official_lift_keys
 from bev_lightning.models.lift import LiftSplat, depth_map
 from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
-from bev_lightning.structures.geometry import pixel_map_to_transform
+from bev_lightning.structures.geometry import make_transform
 
 ROOT = os.environ.get("BEV_PARITY_DIR")
 pytestmark = pytest.mark.skipif(
@@ -75,7 +75,9 @@ def make_inputs(folder: Path, module: str) -> tuple[Tensor, Cameras, Points]:
     pixel_map[..., :2, 2] = augmentation[..., :2, 3]
     original_from_augmented = inputs["lidar_aug_matrix"].double().inverse()[:, None]
     image_from_lidar = (
-        pixel_map_to_transform(pixel_map) @ inputs["lidar2image"].double() @ original_from_augmented
+        make_transform(pixel_map, torch.zeros_like(pixel_map[..., 0]))
+        @ inputs["lidar2image"].double()
+        @ original_from_augmented
     )
     features = inputs["img_feat"].clone()
     images = torch.zeros(*features.shape[:2], 3, *config["image_size"])

@@ -22,7 +22,7 @@ from bev_lightning.data.loaders.slot_batch import BatchMetadata, assemble_batch,
 from bev_lightning.data.loaders.torch import read_image
 from bev_lightning.data.loaders.undistort import undistort, undistort_on_device
 from bev_lightning.data.samples.frame import FrameSource
-from bev_lightning.data.transforms.photometric import distort_images
+from bev_lightning.data.transforms.photometric import apply_colour_changes
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Points, Radar
 
@@ -164,7 +164,7 @@ class DaliLoader:
                 for moment, changes in zip(images, metadata.colours, strict=True):
                     for seen, change in zip(moment, changes, strict=True):
                         if change:
-                            distort_images(change, seen, inputs.camera)
+                            apply_colour_changes(change, seen, inputs.camera)
                 del outputs, pixels
             if stream is not None and self.image_queue:
                 stream.synchronize()

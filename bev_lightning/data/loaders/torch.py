@@ -29,8 +29,8 @@ from bev_lightning.data.nuscenes.sensor_files import (
 from bev_lightning.data.process_pool import prepare_worker
 from bev_lightning.data.samples.file_sources import ImageSource, LidarSource, RadarSource
 from bev_lightning.data.samples.frame import Frame, FrameSource
-from bev_lightning.data.transforms.augment import rotate_image
-from bev_lightning.data.transforms.photometric import distort_images
+from bev_lightning.data.transforms.augment import image_rotation
+from bev_lightning.data.transforms.photometric import apply_colour_changes
 from bev_lightning.errors import InputError
 from bev_lightning.structures import (
     Batch,
@@ -177,7 +177,7 @@ def assemble(frame: Frame, inputs: Inputs) -> Batch:
                 np.stack([read_image(s) for s in frame.images]), inputs.camera
             )
             if frame.colours:
-                distort_images(frame.colours, images, inputs.camera)
+                apply_colour_changes(frame.colours, images, inputs.camera)
             if frame.mask is not None:
                 frame.mask.hide(images)
             batch = replace(batch, cameras=Cameras(images[None], frame.image_from_lidar))
@@ -367,14 +367,14 @@ def _stack(results: "list[_Result | _Failure]") -> "_Result | _Failure":
 
 
 def _decompose(source: ImageSource) -> tuple[tuple[int, int], tuple[int, int], bool, float]:
-    """The steps that :func:`compose_image` made one map of: resized (height, width), corner (top,
+    """The steps that :func:`image_transform` made one map of: resized (height, width), corner (top,
     left), flip, angle [rad]."""
     matrix = source.network_from_original
     scale_x, scale_y = np.linalg.norm(matrix[:2, :2], axis=0)
     flip = bool(np.linalg.det(matrix[:2, :2]) < 0)
     angle = math.atan2(matrix[0, 1], matrix[1, 1])
     angle = 0.0 if abs(angle) < 1e-9 else angle
-    upright = rotate_image(source.size, -angle) @ matrix
+    upright = image_rotation(source.size, -angle) @ matrix
     shift_x, shift_y = upright[:2, 2]
     if flip:
         shift_x = source.size[1] - 1 - shift_x

@@ -11,10 +11,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from scipy.spatial.transform import Rotation
 
 from bev_lightning.data.nuscenes.schema import EGO, LIDAR
 from bev_lightning.structures import Boxes3D
-from bev_lightning.structures.geometry import make_transform, quaternion_to_rotation, wrap_angle
+from bev_lightning.structures.geometry import wrap_angle
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,14 @@ class SampleIndex(Protocol):
 
 def pose_to_transform(pose: np.ndarray) -> np.ndarray:
     """Transforms ``(..., 4, 4)`` float64 of translations and quaternions ``(..., 7)``."""
-    values = torch.from_numpy(np.array(pose, dtype=np.float64))
-    return make_transform(quaternion_to_rotation(values[..., 3:]), values[..., :3]).numpy()
+    transform = np.zeros((*pose.shape[:-1], 4, 4))
+    quaternion = pose[..., [4, 5, 6, 3]]  # scipy's order: x, y, z, w
+    transform[..., :3, :3] = (
+        Rotation.from_quat(quaternion.reshape(-1, 4)).as_matrix().reshape(*pose.shape[:-1], 3, 3)
+    )
+    transform[..., :3, 3] = pose[..., :3]
+    transform[..., 3, 3] = 1.0
+    return transform
 
 
 def global_from_sensor(readings: Readings, rows: list[int]) -> np.ndarray:

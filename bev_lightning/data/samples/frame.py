@@ -29,14 +29,14 @@ from bev_lightning.data.nuscenes.sensor_rig import SensorRig
 from bev_lightning.data.samples.file_sources import ImageSource, LidarSource, RadarSource
 from bev_lightning.data.transforms.augment import (
     Augment,
-    draw_bev,
-    draw_image,
-    draw_steps,
-    fit_image,
+    eval_image_transform,
+    random_bev_transform,
+    random_history_steps,
+    random_image_transform,
 )
-from bev_lightning.data.transforms.grid_mask import GridMask, draw_mask
+from bev_lightning.data.transforms.grid_mask import GridMask, random_grid_mask
 from bev_lightning.data.transforms.gt_sampling import GTSampler, SampledObjects, join_boxes
-from bev_lightning.data.transforms.photometric import ColourChange, draw_colours
+from bev_lightning.data.transforms.photometric import ColourChange, random_colour_changes
 from bev_lightning.structures import Batch, Boxes3D, Inputs
 
 
@@ -164,18 +164,20 @@ class FrameSource:
     def frame(self, epoch: int, position: int) -> Frame:
         """The frame at a position in an epoch."""
         rng = np.random.default_rng([self.seed, epoch, position])
-        augmented_from_lidar = np.eye(4) if self.augment is None else draw_bev(self.augment, rng)
+        augmented_from_lidar = (
+            np.eye(4) if self.augment is None else random_bev_transform(self.augment, rng)
+        )
         sample = self.index.sample(self.tokens[position])
         maps = self._draw_images(sample, rng)
         place = (self.seed, epoch, position)
-        chain = self._queue(sample, draw_steps(self.augment, self.inputs.history, place))
+        chain = self._queue(sample, random_history_steps(self.augment, self.inputs.history, place))
         before = chain[-2] if len(chain) > 1 else None
         if not self.inputs.history and sample.previous in self._kept:
             before = self.index.sample(sample.previous)  # no queue, but the change of pose counts
         current = self._build(sample, before, augmented_from_lidar, maps, self.with_targets)
         if self.gt_sampler is not None:
             present = self._annotated(sample, augmented_from_lidar @ _lidar_from_global(sample))
-            pasted = self.gt_sampler.draw(epoch, position, present, augmented_from_lidar)
+            pasted = self.gt_sampler.sample(epoch, position, present, augmented_from_lidar)
             if pasted is not None:
                 current = replace(current, pasted=pasted, batch=self._with_boxes(current, pasted))
         past = [
@@ -186,8 +188,8 @@ class FrameSource:
             past = [replace(current, batch=replace(current.batch, targets=None))]
         if self.augment is not None and self.inputs.camera is not None:
             camera, num_frames = self.inputs.camera, len(past) + 1
-            mask = draw_mask(self.augment, camera.size, place)
-            colours = draw_colours(self.augment, num_frames, len(camera.channels), place)
+            mask = random_grid_mask(self.augment, camera.size, place)
+            colours = random_colour_changes(self.augment, num_frames, len(camera.channels), place)
             current = replace(current, mask=mask, colours=colours[0])
             past = [
                 replace(member, colours=changes)
@@ -217,9 +219,9 @@ class FrameSource:
         for channel in camera.channels:
             height, width = sample.readings.size[sample.readings.find(channel)[0]].tolist()
             if self.augment is None:
-                maps.append(fit_image((height, width), camera.size, camera.scale))
+                maps.append(eval_image_transform((height, width), camera.size, camera.scale))
             else:
-                maps.append(draw_image(self.augment, rng, (height, width), camera.size))
+                maps.append(random_image_transform(self.augment, rng, (height, width), camera.size))
         return maps
 
     def _build(

@@ -32,7 +32,9 @@ _ROAD_M = (-7.8, 11.4)  # its edges
 
 
 @numba.njit(cache=True)
-def overlaps(track: Array, half: Array, others: Array, halves: Array, num: int, gap: float) -> bool:
+def tracks_overlap(
+    track: Array, half: Array, others: Array, halves: Array, num: int, gap: float
+) -> bool:
     """Whether a rectangle meets one of ``num`` others at any time (separating axes).
 
     Args:
@@ -176,11 +178,11 @@ class _Builder:
                 return
 
     def _occupied(self, track: Array, half: Array) -> bool:
-        ego = overlaps(track, half, self.body[None], _EGO_HALF[None], 1, _GAP_M)
+        ego = tracks_overlap(track, half, self.body[None], _EGO_HALF[None], 1, _GAP_M)
         if ego or not self.tracks:
             return bool(ego)
         others, halves = np.stack(self.tracks), np.stack(self.halves)
-        return bool(overlaps(track, half, others, halves, len(others), _GAP_M))
+        return bool(tracks_overlap(track, half, others, halves, len(others), _GAP_M))
 
     def _attribute(self, kind: Kind, moving: bool) -> str:
         if kind.name in ("", "barrier", "traffic_cone"):

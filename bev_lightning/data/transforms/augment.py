@@ -107,7 +107,7 @@ class Augment:
         )
 
 
-def draw_bev(augment: Augment, rng: np.random.Generator) -> np.ndarray:
+def random_bev_transform(augment: Augment, rng: np.random.Generator) -> np.ndarray:
     """``augmented_from_lidar`` ``(4, 4)`` float64: rotation, then scale, then shift, then flips.
 
     Always consumes the same number of draws, so that one setting does not change another's values.
@@ -124,7 +124,7 @@ def draw_bev(augment: Augment, rng: np.random.Generator) -> np.ndarray:
     return mirror @ matrix
 
 
-def draw_steps(augment: Augment | None, length: int, seed: Sequence[int]) -> set[int]:
+def random_history_steps(augment: Augment | None, length: int, seed: Sequence[int]) -> set[int]:
     """How many key frames back the frames of a temporal queue lie.
 
     1 to ``length``; under ``history_drop`` all but one of 1 to ``length + 1``.
@@ -139,7 +139,7 @@ def draw_steps(augment: Augment | None, length: int, seed: Sequence[int]) -> set
     return steps
 
 
-def draw_image(
+def random_image_transform(
     augment: Augment,
     rng: np.random.Generator,
     original_size: tuple[int, int],
@@ -158,22 +158,22 @@ def draw_image(
     height, width = _scaled(original_size, scale)
     left = int(horizontal * max(0, width - size[1]))
     top = int((1 - bottom) * height) - size[0]
-    return compose_image(original_size, (height, width), (top, left), size, flip, angle)
+    return image_transform(original_size, (height, width), (top, left), size, flip, angle)
 
 
-def fit_image(
+def eval_image_transform(
     original_size: tuple[int, int], size: tuple[int, int], scale: float = 1.0
 ) -> np.ndarray:
     """``network_from_original`` of evaluation, ``(3, 3)``: ``scale`` times the smallest scale at
     which the image covers the input, the middle of its width and the bottom of its height (the top
     is sky), as BEVFusion crops."""
     height, width = _scaled(original_size, scale * _cover(original_size, size))
-    return compose_image(
+    return image_transform(
         original_size, (height, width), (height - size[0], (width - size[1]) // 2), size
     )
 
 
-def compose_image(
+def image_transform(
     original_size: tuple[int, int],
     resized: tuple[int, int],
     corner: tuple[int, int],
@@ -198,10 +198,10 @@ def compose_image(
         if flip
         else np.eye(3)
     )
-    return rotate_image(size, angle) @ mirror @ crop
+    return image_rotation(size, angle) @ mirror @ crop
 
 
-def rotate_image(size: tuple[int, int], angle: float) -> np.ndarray:
+def image_rotation(size: tuple[int, int], angle: float) -> np.ndarray:
     """Pixel map ``(3, 3)`` of a rotation by ``angle`` [rad] about the centre of an image of
     ``size``."""
     cos, sin = math.cos(angle), math.sin(angle)

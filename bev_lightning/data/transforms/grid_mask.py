@@ -44,7 +44,9 @@ class GridMask:
         images.mul_(self.visible(images.shape[-2:], images.device))
 
 
-def draw_mask(augment: Augment, size: tuple[int, int], seed: Sequence[int]) -> GridMask | None:
+def random_grid_mask(
+    augment: Augment, size: tuple[int, int], seed: Sequence[int]
+) -> GridMask | None:
     """The mask of a sample with the probability ``augment.grid_mask``, else None.
 
     Args:

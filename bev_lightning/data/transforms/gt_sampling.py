@@ -45,7 +45,7 @@ class GTSampling:
             )
 
 
-def check_inputs(inputs: Inputs) -> LidarInput:
+def check_lidar_only(inputs: Inputs) -> LidarInput:
     """The lidar of a model that objects can be pasted for: it reads the lidar and nothing else.
 
     A pasted object is in the points but not in the images nor among the radar's returns, so that a
@@ -131,7 +131,7 @@ class GTSampler:
         self._sources = [(wanted[name], found) for name, found in rows.items() if len(found)]
         self._labels = [self.classes.index(name) for name, found in rows.items() if len(found)]
 
-    def draw(
+    def sample(
         self, epoch: int, position: int, present: Boxes3D, augmented_from_lidar: np.ndarray
     ) -> SampledObjects | None:
         """Fill every class up to its number with objects that stand free.
@@ -159,8 +159,8 @@ class GTSampler:
             return None
         matrix = torch.from_numpy(augmented_from_lidar).float()
         boxes = self.database.boxes(rows, self.classes).transform(matrix)
-        taken = overlaps(boxes, present).any(axis=1)
-        among = overlaps(boxes, boxes)
+        taken = bev_overlaps(boxes, present).any(axis=1)
+        among = bev_overlaps(boxes, boxes)
         kept: list[int] = []
         for i in range(len(rows)):
             if not taken[i] and not among[i, kept].any():
@@ -203,7 +203,7 @@ def points_inside(points: np.ndarray, boxes: Boxes3D, box: int) -> np.ndarray:
     return near[inside]
 
 
-def overlaps(one: Boxes3D, other: Boxes3D) -> np.ndarray:
+def bev_overlaps(one: Boxes3D, other: Boxes3D) -> np.ndarray:
     """``(M, K)`` bool: which boxes ``(M,)`` and ``(K,)`` share ground, seen from above.
 
     Two rectangles are apart if and only if they are so along one of their four sides' directions.

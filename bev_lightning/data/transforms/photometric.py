@@ -48,13 +48,15 @@ class ColourChange:
             value = image.amax(0)
             image = value - self.saturation * (value - image)
         if self.hue_deg:
-            image = turn_hue(image, self.hue_deg)
+            image = shift_hue(image, self.hue_deg)
         if not self.contrast_first:
             image = image * self.contrast
         return image[list(self.channels)]
 
 
-def distort_images(changes: Sequence[ColourChange], images: Tensor, camera: CameraInput) -> None:
+def apply_colour_changes(
+    changes: Sequence[ColourChange], images: Tensor, camera: CameraInput
+) -> None:
     """Change the colours of normalised images ``(N, 3, H, W)`` in place."""
     mean = images.new_tensor(camera.mean).view(3, 1, 1)
     std = images.new_tensor(camera.std).view(3, 1, 1)
@@ -63,7 +65,7 @@ def distort_images(changes: Sequence[ColourChange], images: Tensor, camera: Came
             image.copy_((change.distort(image * std + mean) - mean) / std)
 
 
-def turn_hue(image: Tensor, degrees: float) -> Tensor:
+def shift_hue(image: Tensor, degrees: float) -> Tensor:
     """An image ``(3, H, W)`` red, green, blue with its hue turned; value and saturation stay."""
     red, green, blue = image
     value = image.amax(0)
@@ -80,7 +82,7 @@ def turn_hue(image: Tensor, degrees: float) -> Tensor:
     return value - chroma * torch.minimum(place, 4.0 - place).clamp(0.0, 1.0)
 
 
-def draw_colours(
+def random_colour_changes(
     augment: Augment, num_frames: int, num_images: int, seed: Sequence[int]
 ) -> list[tuple[ColourChange, ...]]:
     """The changes of the images of each frame of a queue, the current frame's first.

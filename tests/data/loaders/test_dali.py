@@ -28,7 +28,7 @@ from bev_lightning.data.nuscenes.sensor_files import is_whole_jpeg
 from bev_lightning.data.samplers import SceneSampler, TrainSampler
 from bev_lightning.data.samples.file_sources import ImageSource
 from bev_lightning.data.samples.frame import FrameSource
-from bev_lightning.data.transforms.augment import Augment, compose_image
+from bev_lightning.data.transforms.augment import Augment, image_transform
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Inputs, LidarInput, RadarInput
 
@@ -279,7 +279,7 @@ def test_pixels_lie_where_the_matrix_says(
     tmp_path: Path, resized: tuple[int, int], corner: tuple[int, int], flip: bool, angle: float
 ) -> None:
     """A bright dot's centre of mass, and the plan's two maps put together."""
-    matrix = compose_image((90, 160), resized, corner, (32, 88), flip, angle)
+    matrix = image_transform((90, 160), resized, corner, (32, 88), flip, angle)
     plan = plan_pixels(matrix, (90, 160), (32, 88))
     inside = np.linalg.inv(matrix) @ np.array([40.0, 15.0, 1.0])
     # the resize alone: region start maps to 0, its end to the resized size, in corner coordinates
@@ -293,7 +293,9 @@ def test_pixels_lie_where_the_matrix_says(
 
 
 def test_an_image_outside_the_network_leaves_black() -> None:
-    plan = plan_pixels(compose_image((90, 160), (45, 80), (0, 500), (32, 88)), (90, 160), (32, 88))
+    plan = plan_pixels(
+        image_transform((90, 160), (45, 80), (0, 500), (32, 88)), (90, 160), (32, 88)
+    )
     assert plan.resized.tolist() == [1, 1]
     assert (plan.resized_from_network @ np.array([40.0, 15.0, 1.0]))[0] > 1000
 
@@ -385,7 +387,7 @@ def test_real_images_at_realistic_scales(scale: float, rotation: float) -> None:
     size = (int(250 * scale * 2), int(700 * scale * 2))
     resized = (round(900 * scale), round(1600 * scale))
     corner = (resized[0] - size[0], (resized[1] - size[1]) // 2)
-    matrix = compose_image((900, 1600), resized, corner, size, True, np.radians(rotation))
+    matrix = image_transform((900, 1600), resized, corner, size, True, np.radians(rotation))
     source = ImageSource(path, (900, 1600), size, matrix)
     image = run_pixels(source)
     difference = np.abs(image - read_image(source).astype(np.float32))

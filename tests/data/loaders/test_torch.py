@@ -60,10 +60,10 @@ def smooth_image(path: Path) -> np.ndarray:
 @pytest.mark.parametrize("epoch", range(4))
 def test_image_lies_where_its_map_says(frames, tmp_path: Path, epoch: int) -> None:
     original = smooth_image(tmp_path / "smooth.png").astype(np.float64)
-    from bev_lightning.data.transforms.augment import draw_image
+    from bev_lightning.data.transforms.augment import random_image_transform
 
     rng = np.random.default_rng(epoch)
-    network_from_original = draw_image(Augment(), rng, (900, 1600), (64, 176))
+    network_from_original = random_image_transform(Augment(), rng, (900, 1600), (64, 176))
     source = ImageSource(tmp_path / "smooth.png", (900, 1600), (64, 176), network_from_original)
     image = read_image(source).astype(np.float64)
     v, u = np.mgrid[:64, :176]

@@ -1,10 +1,10 @@
-"""What happens in a scene: nothing overlaps, motion fits attributes, classes are spread out."""
+"""What happens in a scene: no overlaps, motion fits attributes, classes are spread out."""
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bev_lightning.data.synthetic.placement import build_scene, overlaps
+from bev_lightning.data.synthetic.placement import build_scene, tracks_overlap
 from bev_lightning.data.synthetic.rig import (
     CAMERAS,
     LIDAR,
@@ -49,7 +49,7 @@ def test_overlaps_agrees_with_a_plain_separating_axis_test() -> None:
         sizes = rng.uniform(0.5, 4, (2, 2))
         expected = touch(corners(poses[0], sizes[0]), corners(poses[1], sizes[1]))
         halves = sizes / 2
-        got = overlaps(poses[:1], halves[0], poses[None, 1:], halves[1:], 1, 0.0)
+        got = tracks_overlap(poses[:1], halves[0], poses[None, 1:], halves[1:], 1, 0.0)
         assert got == expected
         found += expected
     assert 60 < found < 240

@@ -5,10 +5,10 @@ import pytest
 
 from bev_lightning.data.transforms.augment import (
     Augment,
-    compose_image,
-    draw_bev,
-    draw_image,
-    fit_image,
+    eval_image_transform,
+    image_transform,
+    random_bev_transform,
+    random_image_transform,
 )
 
 NONE = Augment(
@@ -28,29 +28,31 @@ def at(matrix: np.ndarray, u: float, v: float) -> list[float]:
 
 
 def test_fit_covers_the_width_and_keeps_the_bottom() -> None:
-    matrix = fit_image((900, 1600), (256, 704))  # scale 0.44: 396 x 704, 140 rows off the top
+    matrix = eval_image_transform(
+        (900, 1600), (256, 704)
+    )  # scale 0.44: 396 x 704, 140 rows off the top
     assert at(matrix, -0.5, 899.5) == pytest.approx([-0.5, 255.5])
     assert at(matrix, 1599.5, 899.5) == pytest.approx([703.5, 255.5])
     assert at(matrix, -0.5, 140 / 0.44 - 0.5) == pytest.approx([-0.5, -0.5])
     # A flat target: the height decides and the middle of the width is kept.
-    matrix = fit_image((90, 160), (45, 40))
+    matrix = eval_image_transform((90, 160), (45, 40))
     assert at(matrix, 79.5, 44.5) == pytest.approx([19.5, 22.0])
 
 
 def test_flip_and_rotation_leave_the_centre() -> None:
     size = (50, 100)
-    flip = compose_image(size, size, (0, 0), size, flip=True)
+    flip = image_transform(size, size, (0, 0), size, flip=True)
     assert at(flip, 0, 7) == [99, 7]
-    turned = compose_image(size, size, (0, 0), size, angle=np.pi / 2)
+    turned = image_transform(size, size, (0, 0), size, angle=np.pi / 2)
     assert at(turned, 49.5, 24.5) == pytest.approx([49.5, 24.5])
     assert at(turned, 59.5, 24.5) == pytest.approx([49.5, 14.5])  # right goes up: counter-clockwise
 
 
 def test_no_augmentation_is_the_evaluation_crop() -> None:
     rng = np.random.default_rng(0)
-    drawn = draw_image(NONE, rng, (900, 1600), (256, 704))
-    np.testing.assert_allclose(drawn, fit_image((900, 1600), (256, 704)))
-    np.testing.assert_array_equal(draw_bev(NONE, rng), np.eye(4))
+    drawn = random_image_transform(NONE, rng, (900, 1600), (256, 704))
+    np.testing.assert_allclose(drawn, eval_image_transform((900, 1600), (256, 704)))
+    np.testing.assert_array_equal(random_bev_transform(NONE, rng), np.eye(4))
 
 
 def test_bev_rotates_then_scales_then_shifts_then_flips() -> None:
@@ -61,22 +63,27 @@ def test_bev_rotates_then_scales_then_shifts_then_flips() -> None:
         bev_flip_y=0.0,
         bev_translate_std_m=(0, 0, 0),
     )
-    matrix = draw_bev(augment, np.random.default_rng(0))
+    matrix = random_bev_transform(augment, np.random.default_rng(0))
     np.testing.assert_allclose(matrix @ [1, 2, 3, 1], [4, 2, 6, 1], atol=1e-12)
-    shifted = draw_bev(Augment(bev_translate_std_m=(1, 0, 0)), np.random.default_rng(0))
+    shifted = random_bev_transform(Augment(bev_translate_std_m=(1, 0, 0)), np.random.default_rng(0))
     assert shifted[0, 3] != 0 and shifted[1, 3] == 0
 
 
 def test_draws_stay_in_their_limits_and_do_not_depend_on_other_settings() -> None:
     augment = Augment()
     for seed in range(30):
-        bev = draw_bev(augment, np.random.default_rng(seed))
+        bev = random_bev_transform(augment, np.random.default_rng(seed))
         assert 0.9 <= abs(np.linalg.det(bev)) ** (1 / 3) <= 1.1
-        image = draw_image(augment, np.random.default_rng(seed), (900, 1600), (256, 704))
+        image = random_image_transform(
+            augment, np.random.default_rng(seed), (900, 1600), (256, 704)
+        )
         assert 0.38 - 1e-3 <= abs(np.linalg.det(image[:2, :2])) ** 0.5 <= 0.55 + 1e-3
     one, two = np.random.default_rng(1), np.random.default_rng(1)
-    draw_bev(augment, one), draw_bev(NONE, two)
-    draw_image(augment, one, (90, 160), (32, 64)), draw_image(NONE, two, (90, 160), (32, 64))
+    random_bev_transform(augment, one), random_bev_transform(NONE, two)
+    (
+        random_image_transform(augment, one, (90, 160), (32, 64)),
+        random_image_transform(NONE, two, (90, 160), (32, 64)),
+    )
     assert one.uniform() == two.uniform()
 
 
@@ -89,7 +96,7 @@ def test_nonsense_is_refused() -> None:
 
 def test_evaluation_scale_of_the_published_bevfusion():
     """1600 x 900 at 0.48 is 768 x 432, of which the middle 704 and the bottom 256 are taken."""
-    pixel_map = fit_image((900, 1600), (256, 704), 1.0909)
+    pixel_map = eval_image_transform((900, 1600), (256, 704), 1.0909)
     assert pixel_map[0, 0] == pytest.approx(0.48, abs=1e-6)
     assert pixel_map[1, 1] == pytest.approx(0.48, abs=1e-6)
     assert pixel_map[:2, 2] == pytest.approx([0.24 - 0.5 - 32, 0.24 - 0.5 - 176], abs=1e-6)

@@ -11,7 +11,7 @@ from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
-from bev_lightning.data.transforms.grid_mask import GridMask, draw_mask
+from bev_lightning.data.transforms.grid_mask import GridMask, random_grid_mask
 from bev_lightning.structures import CameraInput, Inputs
 
 INPUTS = Inputs(CameraInput((32, 64), ("CAM_FRONT", "CAM_BACK")), history=1)
@@ -34,15 +34,15 @@ def test_squares_between_stripes_are_hidden() -> None:
 
 
 def test_draws_hide_about_a_quarter_and_follow_the_seed() -> None:
-    masks = [draw_mask(ALWAYS, (64, 96), (0, epoch, 3)) for epoch in range(200)]
+    masks = [random_grid_mask(ALWAYS, (64, 96), (0, epoch, 3)) for epoch in range(200)]
     hidden = np.mean([1 - m.visible((64, 96)).float().mean().item() for m in masks])
     assert hidden == pytest.approx(0.25, abs=0.04)  # ratio 0.5: half of the rows and of the columns
     assert all(2 <= m.period < 64 and 1 <= m.stripe < m.period for m in masks)
-    assert masks[5] == draw_mask(ALWAYS, (64, 96), (0, 5, 3))
-    assert masks[5] != draw_mask(ALWAYS, (64, 96), (0, 5, 4))
-    often = [draw_mask(Augment(grid_mask=0.7), (64, 96), (1, e, 0)) for e in range(400)]
+    assert masks[5] == random_grid_mask(ALWAYS, (64, 96), (0, 5, 3))
+    assert masks[5] != random_grid_mask(ALWAYS, (64, 96), (0, 5, 4))
+    often = [random_grid_mask(Augment(grid_mask=0.7), (64, 96), (1, e, 0)) for e in range(400)]
     assert sum(m is not None for m in often) / 400 == pytest.approx(0.7, abs=0.07)
-    assert draw_mask(Augment(), (64, 96), (0, 0, 0)) is None
+    assert random_grid_mask(Augment(), (64, 96), (0, 0, 0)) is None
     with pytest.raises(ValueError, match="probability"):
         Augment(grid_mask=1.5)
 

@@ -14,9 +14,9 @@ from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.data.transforms.photometric import (
     ColourChange,
-    distort_images,
-    draw_colours,
-    turn_hue,
+    apply_colour_changes,
+    random_colour_changes,
+    shift_hue,
 )
 from bev_lightning.structures import CameraInput, Inputs
 
@@ -45,7 +45,7 @@ def test_hue_and_saturation_are_those_of_hsv(degrees: float) -> None:
         hue, saturation, value = colorsys.rgb_to_hsv(*(pixel / 255).tolist())
         wanted = colorsys.hsv_to_rgb((hue + degrees / 360) % 1, 0.7 * saturation, value)
         assert (turned / 255).tolist() == pytest.approx(wanted, abs=1e-4)
-    torch.testing.assert_close(turn_hue(image, 360.0), image, atol=1e-2, rtol=0)
+    torch.testing.assert_close(shift_hue(image, 360.0), image, atol=1e-2, rtol=0)
 
 
 def test_order_of_the_steps() -> None:
@@ -58,14 +58,14 @@ def test_order_of_the_steps() -> None:
     mean = torch.tensor(CAMERA.mean).view(3, 1, 1)
     std = torch.tensor(CAMERA.std).view(3, 1, 1)
     images = (twice - mean) / std
-    distort_images([ColourChange(), ColourChange(brightness=10.0)], images, CAMERA)
+    apply_colour_changes([ColourChange(), ColourChange(brightness=10.0)], images, CAMERA)
     torch.testing.assert_close(images[0], (image - mean) / std)
     torch.testing.assert_close(images[1] * std + mean, image + 10, atol=1e-3, rtol=0)
 
 
 def test_draws_follow_the_seed_and_their_ranges() -> None:
     augment = Augment(**PUBLISHED)
-    drawn = [draw_colours(augment, 2, 6, (0, epoch, 3)) for epoch in range(100)]
+    drawn = [random_colour_changes(augment, 2, 6, (0, epoch, 3)) for epoch in range(100)]
     changes = [change for frames in drawn for frame in frames for change in frame]
     assert len(set(changes)) > 1000
     for name, still, low, high in (
@@ -82,11 +82,11 @@ def test_draws_follow_the_seed_and_their_ranges() -> None:
     assert len(orders) == 6
     swapped = np.mean([change.channels != (0, 1, 2) for change in changes])
     assert swapped == pytest.approx(0.5 * 5 / 6, abs=0.05)
-    assert drawn[4] == draw_colours(augment, 2, 6, (0, 4, 3))
-    assert drawn[4][:1] == draw_colours(augment, 1, 6, (0, 4, 3))  # whatever the queue
-    assert drawn[4] != draw_colours(augment, 2, 6, (0, 4, 2))
-    assert draw_colours(Augment(), 2, 6, (0, 4, 3)) == [(), ()]
-    only_hue = draw_colours(Augment(image_hue_deg=18.0), 1, 50, (0, 0, 0))[0]
+    assert drawn[4] == random_colour_changes(augment, 2, 6, (0, 4, 3))
+    assert drawn[4][:1] == random_colour_changes(augment, 1, 6, (0, 4, 3))  # whatever the queue
+    assert drawn[4] != random_colour_changes(augment, 2, 6, (0, 4, 2))
+    assert random_colour_changes(Augment(), 2, 6, (0, 4, 3)) == [(), ()]
+    only_hue = random_colour_changes(Augment(image_hue_deg=18.0), 1, 50, (0, 0, 0))[0]
     assert {(c.brightness, c.contrast, c.saturation, c.channels) for c in only_hue} == {
         (0.0, 1.0, 1.0, (0, 1, 2))
     }
@@ -115,7 +115,7 @@ def test_both_loaders_give_the_same_colours(make_tree, tmp_path: Path) -> None:
             (frame.history[0], distorted.history[0], plain.history[0]),
         ):
             images = expected.cameras.images[sample].clone()
-            distort_images(moment.colours, images, CAMERA)
+            apply_colour_changes(moment.colours, images, CAMERA)
             assert torch.equal(found.cameras.images[sample], images)
             assert not torch.equal(images, expected.cameras.images[sample])
     assert torch.equal(distorted.cameras.image_from_lidar, plain.cameras.image_from_lidar)
