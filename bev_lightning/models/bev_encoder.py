@@ -22,6 +22,7 @@ from bev_lightning.models.ego_motion import (
     origin_cell,
     turn_map,
 )
+from bev_lightning.models.protocol import RowParallel
 from bev_lightning.structures import BevGrid
 from bev_lightning.structures.constants import constant
 from bev_lightning.structures.geometry import project
@@ -161,6 +162,7 @@ class BEVEncoder(nn.Module):
         can_bus: Tensor | None,
         lidar_from_previous_lidar: Tensor,
         previous: PreviousBev | None = None,
+        row_parallel: RowParallel | None = None,
     ) -> Tensor:
         """
         Args:
@@ -170,6 +172,9 @@ class BEVEncoder(nn.Module):
             can_bus: ``(B, 18)``, or None where neither ``motion`` nor ``use_can_bus`` needs it.
             lidar_from_previous_lidar: ``(B, 4, 4)``.
             previous: the previous frame's map; None starts all samples afresh.
+            row_parallel: processes that share the queries of all their samples, each with a strip
+                of rows; they gather them after each layer, since the next layer's temporal
+                attention may look anywhere.
 
         Returns:
             ``(B, C, Y, X)``.
@@ -177,12 +182,27 @@ class BEVEncoder(nn.Module):
         Raises:
             InputError: number of cameras or levels, or a missing CAN bus vector.
         """
+        rows, shared = slice(None), None
+        if row_parallel is not None and row_parallel.size > 1:
+            shared, gather = row_parallel, row_parallel.gather_samples
+            num = self.grid.shape[0] // shared.size * self.grid.shape[1]
+            rows = slice(shared.rank * num, (shared.rank + 1) * num)
+            maps = [gather(features) for features in maps]
+            image_from_lidar = gather(image_from_lidar)
+            can_bus = None if can_bus is None else gather(can_bus)
+            lidar_from_previous_lidar = gather(lidar_from_previous_lidar)
+            if previous is not None:
+                previous = PreviousBev(gather(previous.bev), gather(previous.valid))
         scene = self.prepare(
-            maps, image_from_lidar, image_size, can_bus, lidar_from_previous_lidar, previous
+            maps, image_from_lidar, image_size, can_bus, lidar_from_previous_lidar, previous, rows
         )
         query = scene.first
         for number in range(len(self.layers)):
+            if shared is not None and number:
+                query = shared.gather_rows(query)
             query = self.attend(number, scene, query)
+        if shared is not None:
+            query = shared.rows_to_samples(query, dim=1)
         return query.transpose(1, 2).unflatten(2, self.grid.shape)
 
     def prepare(

@@ -1,6 +1,6 @@
 """BEVFormer: cameras and the previous bird's-eye view to the current one (Li et al., ECCV 2022)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from bev_lightning.errors import InputError
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
 from bev_lightning.models.image import MapSize
+from bev_lightning.models.protocol import ModelPartition, PipelinePart, RowParallel, check_rows
 from bev_lightning.structures import Batch, Boxes3D, Cameras
 from bev_lightning.structures.predictions import BEVFormerPredictions
 
@@ -107,9 +108,13 @@ class BEVFormer(nn.Module):
         return [list(levels) for levels in zip(*per_frame, strict=True)]
 
     def encode(
-        self, batch: Batch, maps: Sequence[Tensor], previous: PreviousBev | None = None
+        self,
+        batch: Batch,
+        maps: Sequence[Tensor],
+        previous: PreviousBev | None = None,
+        row_parallel: RowParallel | None = None,
     ) -> Tensor:
-        """BEV map ``(B, C, Y, X)`` of a frame's feature maps."""
+        """BEV map ``(B, C, Y, X)`` of a frame's feature maps; see :class:`BEVEncoder`."""
         cameras = _cameras(batch)
         bev: Tensor = self.encoder(
             maps,
@@ -118,6 +123,7 @@ class BEVFormer(nn.Module):
             batch.can_bus,
             batch.lidar_from_previous_lidar,
             previous,
+            row_parallel,
         )
         return bev
 
@@ -125,6 +131,44 @@ class BEVFormer(nn.Module):
         """Detections on a BEV map; annotations only to disturb them for denoising."""
         predictions: BEVFormerPredictions = self.head(bev, targets)
         return predictions
+
+    def pipeline_parts(
+        self,
+        row_parallel: RowParallel,
+        previous_bev: Callable[[Batch], PreviousBev | None] | None = None,
+    ) -> ModelPartition:
+        """See :class:`bev_lightning.models.protocol.SupportsPipeline`; the processes share the
+        encoder's queries.
+
+        Args:
+            previous_bev: the previous frame's map, from a batch's history.
+        """
+        check_rows(row_parallel, self.encoder.grid.shape[0], "model.network.encoder.grid")
+
+        def images(batch: Batch) -> tuple[Tensor, ...]:
+            return tuple(self.backbone(self.images_of([batch])))
+
+        def neck(batch: Batch, *maps: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self.levels_of([batch], self.neck(maps))[0])
+
+        def transform(batch: Batch, *maps: Tensor) -> tuple[Tensor, ...]:
+            # The earlier frames take no gradient: only this stage computes them.
+            previous = None if previous_bev is None else previous_bev(batch)
+            seen = maps[:1] if self.perspective is not None else ()
+            return (self.encode(batch, maps, previous, row_parallel), *seen)
+
+        def head(batch: Batch, bev: Tensor, *seen: Tensor) -> BEVFormerPredictions:
+            predictions = self.detect(bev, batch.targets)
+            return self.supervise(predictions, batch, seen[0]) if seen else predictions
+
+        heads = tuple(head for head in (self.head, self.perspective) if head is not None)
+        parts = [
+            PipelinePart("images", images, (self.backbone,)),
+            PipelinePart("neck", neck, (self.neck,)),
+            PipelinePart("transform", transform, (self.encoder,)),
+            PipelinePart("head", head, heads),
+        ]
+        return ModelPartition(parts, ("transform", "head", "neck"))
 
     def decode(self, predictions: BEVFormerPredictions) -> Boxes3D:
         boxes: Boxes3D = self.head.decode(predictions)  # type: ignore[operator]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.lift import CameraBranch
+from bev_lightning.models.protocol import ModelPartition, PipelinePart, RowParallel, check_rows
 from bev_lightning.structures import Batch, Boxes3D, Cameras
 from bev_lightning.structures.predictions import BEVFusionPredictions
 
@@ -101,6 +102,52 @@ class BEVFusion(nn.Module):
         camera = [] if self.camera is None else [self.camera.backbone, self.camera.neck]
         fuser = [] if self.fuser is None else [self.fuser]
         return [*camera, *fuser, self.backbone, self.neck, self.head]
+
+    def pipeline_parts(self, row_parallel: RowParallel) -> ModelPartition:
+        """See :class:`bev_lightning.models.protocol.SupportsPipeline`; the processes share the
+        lift's pooling."""
+        camera, supervised = self.camera, self.supervise_depth
+        if row_parallel.size > 1:
+            if camera is None:
+                raise InputError(
+                    f"strategy.model={row_parallel.size} splits the cameras' BEV transform and "
+                    "this model has no camera; set strategy.model=1"
+                )
+            key = "model.network.camera.lift.grid"
+            check_rows(row_parallel, camera.lift.pool_grid.shape[0], key)
+
+        def images(batch: Batch) -> tuple[Tensor, ...]:
+            assert camera is not None
+            return (camera.extract(self.cameras_of(batch)),)
+
+        def transform(batch: Batch, *features: Tensor) -> tuple[Tensor, ...]:
+            maps = self.range_maps(batch)
+            if camera is None:
+                return tuple(maps)
+            cameras = self.cameras_of(batch)
+            bev, logits = camera.lift(features[0], cameras, batch.points, row_parallel)
+            return (bev, *maps, logits) if supervised else (bev, *maps)
+
+        def fusion(batch: Batch, *values: Tensor) -> tuple[Tensor, ...]:
+            maps, logits = (values[:-1], values[-1:]) if supervised else (values, ())
+            return (self.fuse(maps), *logits)
+
+        def head(batch: Batch, bev: Tensor, *logits: Tensor) -> BEVFusionPredictions:
+            return self.detect(bev, batch, logits[0] if logits else None)
+
+        branches = tuple(branch for branch in (self.lidar, self.radar) if branch is not None)
+        fusers = () if self.fuser is None else (self.fuser,)
+        parts = [
+            PipelinePart(
+                "transform", transform, branches if camera is None else (camera.lift, *branches)
+            ),
+            PipelinePart("fusion", fusion, (*fusers, self.backbone, self.neck)),
+            PipelinePart("head", head, (self.head,)),
+        ]
+        if camera is None:
+            return ModelPartition(parts, ("fusion", "head"))
+        first = PipelinePart("images", images, (camera.backbone, camera.neck))
+        return ModelPartition([first, *parts], ("transform", "fusion", "head"))
 
     def decode(self, predictions: BEVFusionPredictions) -> Boxes3D:
         boxes: Boxes3D = self.head.decode(predictions.detections)  # type: ignore[operator]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bev_lightning.models.pillars import PillarEncoder
-from bev_lightning.models.sparse_encoder import SparseEncoder
+from bev_lightning.models.sparse_encoder import TYPICAL_NUM_VOXELS, SparseEncoder
 from bev_lightning.ops.voxelize import Cell, Range, voxelize_hard
 from bev_lightning.structures import BevGrid, Points
 from bev_lightning.structures.constants import constant
@@ -91,4 +91,12 @@ class LidarVoxelBranch(nn.Module):
         features, coords = self.voxels(points)
         plan = self.encoder.plan(coords, points.count.shape[0])
         bev: Tensor = self.encoder(features, plan)
+        return bev
+
+    def fake_forward(self, points: Points) -> Tensor:
+        """The same with a typical number of voxels, see
+        :class:`bev_lightning.models.protocol.SupportsFakeForward`."""
+        size = points.count.shape[0]
+        features = torch.empty(size * TYPICAL_NUM_VOXELS[0], points.features.shape[-1])
+        bev: Tensor = self.encoder(features, self.encoder.typical_plan(size))
         return bev

@@ -1,5 +1,7 @@
 """From image features to the bird's-eye view: lift, splat, and the camera branch around them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.image import MapSize, conv_norm_relu
+from bev_lightning.models.protocol import RowParallel
 from bev_lightning.ops.bev_pool import PoolIndex, bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import project
@@ -89,7 +92,11 @@ class LiftSplat(nn.Module):
             )
 
     def forward(
-        self, features: Tensor, cameras: Cameras, points: Points | None = None
+        self,
+        features: Tensor,
+        cameras: Cameras,
+        points: Points | None = None,
+        row_parallel: RowParallel | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Lift the features of N cameras.
 
@@ -97,6 +104,8 @@ class LiftSplat(nn.Module):
             features: ``(B, N, C, h, w)``.
             cameras: their images' size and ``image_from_lidar``.
             points: the lidar's, read with ``lidar_depth`` only.
+            row_parallel: processes that share the pooling of all their samples, each with a strip
+                of the grid's rows.
 
         Returns:
             BEV map ``(B, out_channels, Y, X)`` on ``grid`` and depth logits ``(B, N, D, h, w)``.
@@ -104,9 +113,28 @@ class LiftSplat(nn.Module):
         logits, context = self.predict_depth(features, cameras, points)
         # The distribution is float32 under autocast: bins far from the peak matter in the sum.
         depth = logits.float().softmax(dim=2)
-        index = self.pool_index(cameras, (features.shape[-2], features.shape[-1]))
-        bev = bev_pool(depth, context, index)
+        size = (features.shape[-2], features.shape[-1])
+        if row_parallel is None or row_parallel.size == 1:
+            bev = bev_pool(depth, context, self.pool_index(cameras, size))
+        else:
+            bev = self._pool_strip(depth, context, cameras, row_parallel)
         return self.downsample(bev), logits
+
+    def _pool_strip(
+        self, depth: Tensor, context: Tensor, cameras: Cameras, row_parallel: RowParallel
+    ) -> Tensor:
+        """Pool this process's rows for the samples of all, then exchange them for all rows of its
+        own samples."""
+        gather = row_parallel.gather_samples
+        matrices = gather(cameras.image_from_lidar)
+        size = (depth.shape[-2], depth.shape[-1])
+        cells = self.cells(replace(cameras, image_from_lidar=matrices), size)
+        height, width = self.pool_grid.shape
+        num_rows = height // row_parallel.size
+        cells = cells - row_parallel.rank * num_rows * width
+        cells = torch.where((cells >= 0) & (cells < num_rows * width), cells, -1)
+        index = build_pool_index(cells, (num_rows, width))
+        return row_parallel.rows_to_samples(bev_pool(gather(depth), gather(context), index), dim=2)
 
     def pool_index(self, cameras: Cameras, size: tuple[int, int]) -> PoolIndex:
         """Which cell each point of the frustum falls into, for :func:`bev_pool`.

@@ -14,6 +14,7 @@ from bev_lightning.losses.detection import DetectionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
+from bev_lightning.models.protocol import ModelPartition, RowParallel
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.structures import Batch, Inputs
@@ -81,6 +82,10 @@ class BEVFormerModule(DetectionModule):
         if self.training:
             return self.network(batch, self.remember(batch))
         return self._stream(batch)
+
+    def pipeline_parts(self, row_parallel: RowParallel) -> ModelPartition:
+        previous_bev = self.remember if self.inputs.history else None
+        return self.network.pipeline_parts(row_parallel, previous_bev)
 
     def forget(self) -> None:
         """Start all scenes afresh."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -18,26 +18,24 @@ from bev_lightning.errors import InputError
 from bev_lightning.losses.detection import DetectionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator, Scores
 from bev_lightning.metrics.submission import Entries, to_entries
+from bev_lightning.models.protocol import (
+    ModelPartition,
+    ReadsCanBus,
+    RowParallel,
+    SupportsPipeline,
+)
 from bev_lightning.modules.optimizer import AdamW
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
 from bev_lightning.structures import Batch, Boxes3D, Inputs
-
-
-class Detector(Protocol):
-    """A network that turns a batch into predictions, and predictions into boxes."""
-
-    def __call__(self, batch: Batch) -> Any: ...
-
-    def decode(self, predictions: Any) -> Boxes3D:
-        """Boxes ``(B, M)`` in the model frame, with scores."""
-        ...
 
 
 class DetectionModule(L.LightningModule):
     """Trains, validates and predicts with any detector.
 
     Args:
-        network: an nn.Module that keeps :class:`Detector`.
+        network: an nn.Module that implements
+            :class:`bev_lightning.models.protocol.DetectionNetwork`, and as many of the optional
+            protocols beside it as it likes.
         loss: gives weighted scalars; the loss is their sum.
         inputs: the sensors that the network reads.
         classes: names in the order of the labels.
@@ -103,7 +101,8 @@ class DetectionModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         data = self._datamodule()
-        if data is not None and getattr(self.network, "reads_can_bus", False):
+        network = self.network
+        if data is not None and isinstance(network, ReadsCanBus) and network.reads_can_bus:
             data.warn_of_derived_motion()
 
     def train(self, mode: bool = True) -> "DetectionModule":
@@ -117,6 +116,11 @@ class DetectionModule(L.LightningModule):
     def forward(self, batch: Batch) -> Any:
         """Predictions for a batch; what every step calls."""
         return self.network(batch)
+
+    def pipeline_parts(self, row_parallel: RowParallel) -> ModelPartition:
+        """The network's parts, for a strategy that distributes them."""
+        assert isinstance(self.network, SupportsPipeline)
+        return self.network.pipeline_parts(row_parallel)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if self.loss_norm == "effective" and batch_idx % self.trainer.accumulate_grad_batches == 0:

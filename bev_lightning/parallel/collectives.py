@@ -1,6 +1,6 @@
-"""What the processes of one axis of a mesh tell one another while a network runs; differentiable.
+"""Differentiable collectives between processes that share the rows of a BEV map.
 
-A gradient goes back to the process whose value it is of, summed over all that used the value.
+A gradient returns to the process whose value it belongs to, summed over all that used the value.
 """
 
 from typing import Any
@@ -10,38 +10,39 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def gather_samples(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every process's samples ``(B, ...)``, as ``(G * B, ...)`` in the order of the G processes."""
-    gathered: Tensor = _Gather.apply(value, group)
-    return gathered
+class RowParallelGroup:
+    """:class:`bev_lightning.models.protocol.RowParallel` over a process group."""
 
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
-def gather_rows(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every process's rows ``(B, R, C)`` of the same samples, as ``(B, G * R, C)``."""
-    gathered: Tensor = _Gather.apply(value, group)
-    return gathered.view(group.size(), *value.shape).movedim(0, 1).flatten(1, 2)
+    @property
+    def size(self) -> int:
+        return self.group.size()
 
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
 
-def rows_to_samples(value: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """From some rows of everybody's samples to all rows of one's own.
+    def gather_samples(self, value: Tensor) -> Tensor:
+        gathered: Tensor = _Gather.apply(value, self.group)
+        return gathered
 
-    Args:
-        value: ``(G * B, ..., R, ...)``, samples in the order of the processes.
-        dim: where the rows are, at least 1.
+    def gather_rows(self, value: Tensor) -> Tensor:
+        gathered: Tensor = _Gather.apply(value, self.group)
+        return gathered.view(self.size, *value.shape).movedim(0, 1).flatten(1, 2)
 
-    Returns:
-        ``(B, ..., G * R, ...)``.
-    """
-    exchanged: Tensor = _Exchange.apply(value, group)
-    parts = exchanged.view(group.size(), -1, *value.shape[1:])
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    def rows_to_samples(self, value: Tensor, dim: int) -> Tensor:
+        exchanged: Tensor = _Exchange.apply(value, self.group)
+        parts = exchanged.view(self.size, -1, *value.shape[1:])
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        # Not every backend knows booleans.
+        # Not every backend supports booleans.
         sent = value.contiguous().view(torch.uint8) if value.dtype == torch.bool else value
         gathered = sent.new_empty(group.size() * sent.shape[0], *sent.shape[1:])
         dist.all_gather_into_tensor(gathered, sent.contiguous(), group=group)

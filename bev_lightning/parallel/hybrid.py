@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bev_lightning.errors import InputError
+from bev_lightning.models.protocol import PipelinePart
 from bev_lightning.modules.detection import DetectionModule
-from bev_lightning.parallel.partition import Part, partition_model
+from bev_lightning.parallel.collectives import RowParallelGroup
+from bev_lightning.parallel.partition import partition_model, split_stages
 from bev_lightning.parallel.pipeline_stage import PipelineRunner
 from bev_lightning.structures import Batch
 
@@ -58,7 +60,7 @@ class HybridStrategy(DDPStrategy):
         self.shape = (data, pipeline, model)
         self.schedule, self.micro_batches, self.cuts = schedule, micro_batches, cuts
         self._mesh: DeviceMesh | None = None
-        self._stages: list[list[Part]] = []
+        self._stages: list[list[PipelinePart]] = []
         self._pipes: dict[Any, PipelineRunner] = {}
         self._fresh: list[Tensor | None] = []
         self._accumulates = False
@@ -77,10 +79,11 @@ class HybridStrategy(DDPStrategy):
         self._mesh = init_device_mesh(self.root_device.type, self.shape, mesh_dim_names=names)
 
     def configure_ddp(self) -> None:
-        """Cut the chain; nothing is wrapped."""
+        """Split the model into stages; nothing is wrapped."""
         assert self._mesh is not None
-        chain = partition_model(self._module, self._mesh.get_group("model"))
-        self._stages = chain.split(self.shape[1], self.cuts)
+        row_parallel = RowParallelGroup(self._mesh.get_group("model"))
+        partition = partition_model(self._module, row_parallel)
+        self._stages = split_stages(partition, self.shape[1], self.cuts)
         self._pipes = {}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from bev_lightning.parallel.partition import Part
+from bev_lightning.models.protocol import PipelinePart
 from bev_lightning.structures import Batch
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -36,7 +36,7 @@ class PipelineRunner:
 
     def __init__(
         self,
-        stages: Sequence[Sequence[Part]],
+        stages: Sequence[Sequence[PipelinePart]],
         loss: Callable[[Any, Batch], dict[str, Tensor]],
         schedule: str,
         num_micro: int,
@@ -85,7 +85,7 @@ class _Stage(nn.Module):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[PipelinePart],
         loss: Callable[[Any, Batch], dict[str, Tensor]] | None,
         autocast: Autocast,
         device: torch.device,
@@ -135,7 +135,10 @@ class _Leave(torch.autograd.Function):
 
 
 def _probe(
-    stages: Sequence[Sequence[Part]], autocast: Autocast, example: Batch, device: torch.device
+    stages: Sequence[Sequence[PipelinePart]],
+    autocast: Autocast,
+    example: Batch,
+    device: torch.device,
 ) -> list[tuple[Tensor, ...]]:
     """What enters each stage and what leaves the last one, as tensors without content."""
     values: tuple[Tensor, ...] = ()

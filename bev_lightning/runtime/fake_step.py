@@ -18,16 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bev_lightning.hardware.memory import Peak, measure_step
-from bev_lightning.models.lidar import LidarVoxelBranch
-from bev_lightning.models.sparse_encoder import EncoderPlan, SparseEncoder, StagePlan
+from bev_lightning.models.protocol import SupportsFakeForward
 from bev_lightning.modules.detection import DetectionModule
-from bev_lightning.ops.sparse_conv import Rulebook
 from bev_lightning.runtime.build import build_module
 from bev_lightning.structures import Batch, Cameras, Inputs, Points, Radar
 
-# Voxels of a sample behind each stage of the sparse encoder, and behind the encoder: those of ten
-# nuScenes sweeps at 0.075 m, where training keeps 120,000 at most.
-NUM_VOXELS = (120_000, 90_000, 60_000, 30_000, 20_000)
 # Share of a mask that is true, where their number decides a shape: the points of a padded cloud
 # that lie in the grid.
 SHARE_TRUE = 0.75
@@ -58,8 +53,8 @@ def measure_cases(cfg: DictConfig, cases: Iterable[Case]) -> list[Peak]:
     with FakeTensorMode(), StatedCounts():
         module = build_module(cfg).train()
         for part in module.modules():
-            if isinstance(part, LidarVoxelBranch):
-                part.forward = StatedVoxels(part.encoder)  # type: ignore[method-assign]
+            if isinstance(part, SupportsFakeForward):
+                part.forward = part.fake_forward  # type: ignore[method-assign]
         return [_measure(module, case) for case in cases]
 
 
@@ -112,47 +107,6 @@ class StatedCounts(TorchDispatchMode):
         if func is torch.ops.aten.bincount.default:
             return torch.empty(args[2], dtype=torch.int64)
         return func(*args, **(kwargs or {}))
-
-
-class StatedVoxels:
-    """The lidar branch with as many voxels as are stated instead of a voxeliser's."""
-
-    def __init__(self, encoder: SparseEncoder) -> None:
-        self.encoder = encoder
-
-    def __call__(self, points: Points) -> Tensor:
-        size = points.count.shape[0]
-        features = torch.empty(size * NUM_VOXELS[0], points.features.shape[-1])
-        bev: Tensor = self.encoder(features, state_plan(self.encoder, size))
-        return bev
-
-
-def state_plan(encoder: SparseEncoder, size: int) -> EncoderPlan:
-    """Rulebooks of ``size`` samples with :data:`NUM_VOXELS`."""
-
-    def rulebook(num_offsets: int, num_outputs: int, num_inputs: int | None = None) -> Rulebook:
-        sources = torch.empty(num_offsets, num_outputs, dtype=torch.int32)
-        if num_inputs is None:
-            return Rulebook(sources)
-        return Rulebook(sources, torch.empty(num_offsets, num_inputs, dtype=torch.int32))
-
-    stages = []
-    for number in range(len(encoder.encoder_layers)):
-        inside, outside = size * NUM_VOXELS[number], size * NUM_VOXELS[number + 1]
-        last = number == len(encoder.encoder_layers) - 1
-        stages.append(
-            StagePlan(
-                rulebook(27, inside),
-                None if last else rulebook(27, outside, inside),
-                torch.empty(outside, 4, dtype=torch.int64),
-                encoder.shape,
-            )
-        )
-    outside = size * NUM_VOXELS[-1]
-    coords = torch.empty(outside, 4, dtype=torch.int64)
-    return EncoderPlan(
-        tuple(stages), rulebook(3, outside, size * NUM_VOXELS[-2]), coords, encoder.out_shape, size
-    )
 
 
 def blank_batch(inputs: Inputs, size: int) -> Batch:

@@ -23,7 +23,7 @@ from bev_lightning.config.resolve import plan_batch
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
-from bev_lightning.runtime.fake_step import StatedCounts, StatedVoxels, blank_batch, tensors_of
+from bev_lightning.runtime.fake_step import StatedCounts, blank_batch, tensors_of
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Points, Radar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,7 +46,7 @@ def test_full_size_runs_forward_and_backward(name: str) -> None:
     with FakeTensorMode(), StatedCounts():
         network, inputs = make_network(name)
         if getattr(network, "lidar", None) is not None:
-            network.lidar.forward = StatedVoxels(network.lidar.encoder)
+            network.lidar.forward = network.lidar.fake_forward
         batch = blank_batch(inputs, 1)
         if isinstance(network, BEVFormer):
             encoder = network.encoder

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from torch import nn
 
 from bev_lightning.config.program import check, load, resolve
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
-from bev_lightning.parallel.partition import partition_model
+from bev_lightning.models.protocol import ModelPartition, PipelinePart
+from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.parallel.partition import partition_model, split_stages
 
 # data x pipeline x model
 LAYOUTS = [(1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 4, 1), (1, 1, 4)]
@@ -125,31 +128,37 @@ def test_what_autograd_keeps(launch) -> None:
     assert max(kept["[transform]"]) < max(kept["[fusion]"])
 
 
-def chain(model: str, size: int = 1) -> Any:
+def partition(model: str, size: int = 1) -> Any:
     cfg = load("train", [f"model={model}"])
     module = instantiate(OmegaConf.to_container(cfg.model, resolve=True), _convert_="all")
-    group = SimpleNamespace(size=lambda: size, rank=lambda: 0)
-    return partition_model(module, group)  # type: ignore[arg-type]
+    return partition_model(module, SimpleNamespace(size=size, rank=0))  # type: ignore[arg-type]
 
 
-def test_a_chain_is_cut_where_its_model_says() -> None:
+def test_stages_begin_where_the_network_allows() -> None:
     def names(stages: list[Any]) -> list[list[str]]:
         return [[part.name for part in stage] for stage in stages]
 
-    fusion = chain("bevfusion_toy")
-    assert names(fusion.split(2)) == [["images"], ["transform", "fusion", "head"]]
-    assert names(fusion.split(2, ["fusion"])) == [["images", "transform"], ["fusion", "head"]]
-    assert len(fusion.split(4)) == 4
-    former = chain("bevformer_toy")
-    assert names(former.split(2)) == [["images", "neck"], ["transform", "head"]]
+    fusion = partition("bevfusion_toy")
+    assert names(split_stages(fusion, 2)) == [["images"], ["transform", "fusion", "head"]]
+    assert names(split_stages(fusion, 2, ["fusion"])) == [
+        ["images", "transform"],
+        ["fusion", "head"],
+    ]
+    assert len(split_stages(fusion, 4)) == 4
+    former = partition("bevformer_toy")
+    assert names(split_stages(former, 2)) == [["images", "neck"], ["transform", "head"]]
     with pytest.raises(InputError, match=r"strategy.pipeline=5 and this model has 4 parts .*; set"):
-        former.split(5)
-    with pytest.raises(InputError, match=r"must name 1 of this model's parts .*; set strategy"):
-        former.split(2, ["images"])
+        split_stages(former, 5)
+    with pytest.raises(
+        InputError, match=r"must name 1 of this model's parts .*; change it, or set strategy"
+    ):
+        split_stages(former, 2, ["images"])
     with pytest.raises(InputError, match="this model has no camera; set strategy.model=1"):
-        chain("bevfusion_lidar_toy", 2)
-    with pytest.raises(InputError, match="shares out the 40 rows of model.network.encoder.grid"):
-        chain("bevformer_toy", 3)
+        partition("bevfusion_lidar_toy", 2)
+    with pytest.raises(
+        InputError, match="does not divide the 40 rows of model.network.encoder.grid"
+    ):
+        partition("bevformer_toy", 3)
 
 
 @pytest.mark.parametrize(
@@ -180,3 +189,22 @@ def test_four_machines_or_four_cards() -> None:
         check(plain)
         assert plain.trainer.strategy["_target_"].endswith("HybridStrategy")
         assert [plain.trainer.strategy[key] for key in ("data", "pipeline", "model")] == [1, 2, 2]
+
+
+class Plain(nn.Module):
+    def decode(self, predictions: Any) -> Any:
+        return predictions
+
+
+class TwoParts(Plain):
+    def pipeline_parts(self, row_parallel: Any) -> ModelPartition:
+        parts = [PipelinePart(name, lambda batch, *values: values, ()) for name in ("a", "b")]
+        return ModelPartition(parts, ("b",))
+
+
+def test_a_network_of_your_own_lists_its_parts() -> None:
+    loss, inputs, alone = nn.Identity(), SimpleNamespace(), SimpleNamespace(size=1, rank=0)
+    with pytest.raises(InputError, match=r"need Plain.pipeline_parts; implement it"):
+        partition_model(DetectionModule(Plain(), loss, inputs, ("car",)), alone)
+    found = partition_model(DetectionModule(TwoParts(), loss, inputs, ("car",)), alone)
+    assert [[p.name for p in stage] for stage in split_stages(found, 2)] == [["a"], ["b"]]
