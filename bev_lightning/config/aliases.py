@@ -11,6 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 # Config keys and groups on a command line; a key stands for everything below it too.
 KEYS = {
+    "data.sensors.lenses": "data.sensors.camera_models",
     "data.paste": "data.gt_sampling",
     "data/paste": "data/gt_sampling",
     "model.objective": "model.loss",

@@ -1,1 +1,1 @@
-"""What one training sample consists of, before its files are read."""
+"""Samples as lists of files to read, with transforms and targets."""

@@ -1,4 +1,4 @@
-"""Files to read for one sample, and where what is in them belongs."""
+"""The sensor files of one sample, each with the transform into the network's input."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,14 @@ from bev_lightning.data.camera_models import CameraModel
 
 @dataclass(frozen=True)
 class ImageSource:
-    """One image to read.
+    """One image file to read.
 
     Attributes:
         path: the JPEG.
-        original_size: height, width the file must have [pixels].
+        original_size: height, width of the file [pixels]; a loader raises on any other.
         size: height, width of the network's image [pixels].
         network_from_original: ``(3, 3)`` float64 affine map of pixels: resize, crop, flip and
-            rotation in one. Pixel CENTRES lie at integers (OpenCV's convention; DALI puts them at
+            rotation in one. Pixel CENTRES are at integers (OpenCV's convention; DALI has them at
             +0.5). With a camera model it starts at its pinhole view instead, which is as large.
         camera_model: of the file, where it has to be undistorted; None for a plain pinhole.
     """
@@ -30,17 +30,18 @@ class ImageSource:
 
     @property
     def scale(self) -> float:
-        """Of the network's image relative to the file's, where it is smallest on the axis."""
+        """Size of the network's image relative to the file's: the larger of the two axes' scales,
+        at the centre of a distorted image."""
         scale = float(np.linalg.norm(self.network_from_original[:2, :2], axis=0).max())
         return scale if self.camera_model is None else scale * self.camera_model.zoom
 
 
 @dataclass(frozen=True)
 class LidarSource:
-    """One lidar file to read: the key frame's first, then younger to older sweeps.
+    """One lidar file to read; a sample has the key frame's first, then sweeps back in time.
 
     Attributes:
-        path: float32 x, y, z [m], intensity, ring.
+        path: binary float32 x, y, z [m], intensity, ring.
         lidar_from_sweep: ``(4, 4)`` float64, ego motion and BEV augmentation included.
         age: seconds before the key frame, 0 for the key frame itself.
     """
@@ -52,7 +53,7 @@ class LidarSource:
 
 @dataclass(frozen=True)
 class RadarSource:
-    """One radar file to read: all key frames first, then younger to older sweeps.
+    """One radar file to read; a sample has all key frames first, then sweeps back in time.
 
     Attributes:
         path: nuScenes' binary .pcd.

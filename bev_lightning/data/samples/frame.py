@@ -1,8 +1,8 @@
-"""What to read for one sample, and everything about it that needs no reading.
+"""Describes one sample: the files to read, their transforms, and all that needs no file.
 
-A loader turns a :class:`Frame` into a batch of one: it reads the files, maps them with the matrices
-that are given here, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch``. Geometry is
-decided here once, so that every loader agrees on it.
+A loader turns a :class:`Frame` into a batch of one: it reads the files, applies the transforms of
+the frame, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch``. Geometry and
+augmentation are computed here alone, so every loader agrees on them.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bev_lightning.data.nuscenes.index import Index
 from bev_lightning.data.nuscenes.missing_files import filter_missing
 from bev_lightning.data.nuscenes.sample import (
     Sample,
+    SampleIndex,
     boxes_of,
     can_bus_change,
     global_from_lidar_of,
@@ -47,16 +47,16 @@ class Frame:
     Attributes:
         sample_token: nuScenes token.
         images: in the order of ``CameraInput.channels``; empty without cameras.
-        lidar: key frame first; empty without lidar.
+        lidar: key frame first, then sweeps back in time; empty without lidar.
         radar: empty without radar.
         image_from_lidar: ``(1, N, 4, 4)`` float32, image and BEV augmentation included, or None.
         batch: of size 1 with all but ``cameras``, ``points``, ``radar`` and ``history`` filled.
         history: the previous key frames of the scene, oldest first, without targets, under the same
             augmentation.
-        pasted: objects of other scenes whose points join the lidar's; their boxes are targets
-            already.
-        mask: what hides parts of the images, or None.
-        colours: how each image's colours change; empty where they do not.
+        pasted: objects of other scenes (GT sampling) whose points the loader adds to the lidar's;
+            their boxes are already targets.
+        mask: hides parts of the images; None for no mask.
+        colours: photometric distortion of each image; empty for none.
     """
 
     sample_token: str
@@ -72,30 +72,27 @@ class Frame:
 
 
 class FrameSource:
-    """The frames of some samples.
+    """Builds the frames of a list of samples, with augmentation, GT sampling and temporal queues.
 
-    :meth:`frame` is a pure function of (seed, epoch, position), whoever calls it and in whatever
-    order, so it gives the same frame in any worker, on any rank, and again after a resume. A
-    position is an index into :attr:`tokens`.
+    :meth:`frame` is a pure function of (seed, epoch, position): any worker, any rank and a resumed
+    run build the same frame, in any order. A position is an index into :attr:`tokens`.
 
-    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames, the key
-    frames before this one, or under ``Augment.history_drop`` n of the last n + 1. Where the scene
-    (or what is present of it) has fewer of them, the first one is repeated with ``has_previous``
-    False (where there is none, the frame itself, whose own ``has_previous`` is then False), and so
-    is the oldest entry in every other case: nothing in the queue precedes it. A temporal model that
-    starts afresh wherever ``has_previous`` is False thus gets exactly the frames there are, never
-    those of another scene, and batches stack.
+    Temporal queues: with ``Inputs.history`` = n, ``Frame.history`` always holds n frames: the
+    previous n key frames, or n of the last n + 1 with ``Augment.history_drop``. Where the scene has
+    fewer with all files present, the oldest is repeated (the frame itself, without targets, where
+    there is none). The oldest entry always has ``has_previous`` False, and so has the frame itself
+    where it has no predecessor. A temporal model that resets wherever ``has_previous`` is False
+    thus sees exactly the frames there are, never those of another scene, and batches stack.
 
     Attributes:
         tokens: sample tokens, in order.
-        dropped: sentence for each sample left out because files are missing
-            (``on_missing="skip"``), by token.
-        has_distorted_images: whether images are undistorted (some camera is no plain pinhole).
+        dropped: by token, why each sample with missing files was left out (``on_missing="skip"``).
+        has_distorted_images: whether any camera is not a plain pinhole.
     """
 
     def __init__(
         self,
-        index: Index,
+        index: SampleIndex,
         tokens: Sequence[str],
         inputs: Inputs,
         classes: Sequence[str],
@@ -108,23 +105,24 @@ class FrameSource:
         gt_sampler: GTSampler | None = None,
         rig: SensorRig | None = None,
     ) -> None:
-        """Look whether every file that the inputs need is there.
+        """Check that every file that the inputs need exists.
 
         Args:
-            index: of the data root.
-            tokens: samples of a split, scenes in one piece.
-            inputs: what the model reads; a sensor it does not read is never asked for.
+            index: the data set.
+            tokens: samples of a split, each scene contiguous.
+            inputs: sensors that the model reads; files of other sensors may be missing.
             classes: names in the order of ``Boxes3D.label``.
-            augment: what to vary; None for evaluation's fixed resize and crop.
+            augment: training augmentation; None for the fixed resize and crop of evaluation.
             seed: of the augmentation.
-            on_missing: refuse samples whose files are missing, or leave them out.
+            on_missing: refuse samples with missing files ("error"), or leave them out ("skip").
             with_targets: False leaves ``Batch.targets`` None.
-            min_points: lidar and radar points (as counted in the tables) a box must hold to be a
-                target; the nuScenes metric leaves out boxes without points too.
-            target_range: a target's centre must lie in its x and y limits after augmentation; by
-                default the lidar's, else the radar's, else no limit. z is not limited.
+            min_points: lidar and radar points (as annotated) that a box needs to be a target; the
+                nuScenes metric ignores boxes without points too.
+            target_range: x, y, z minima and maxima [m]; targets whose centre is outside its x and
+                y limits after augmentation are removed (z is not limited). By default the range of
+                the lidar, else of the radar, else no limit.
             gt_sampler: adds objects of other scenes; None for none.
-            rig: whose lenses are told there and not in the tables; None for nuScenes' cars.
+            rig: camera models that the index does not give; None for the nuScenes rig.
 
         Raises:
             InputError: a file is missing and on_missing is "error", or no sample is left.
@@ -151,29 +149,31 @@ class FrameSource:
         return len(self.tokens)
 
     def scene_sizes(self) -> tuple[int, ...]:
-        """Samples of each scene, in order."""
+        """Number of samples of each scene, in order."""
         return tuple(len(list(group)) for _, group in groupby(self.tokens, self.index.scene))
 
     def with_tokens(self, tokens: Sequence[str]) -> "FrameSource":
-        """The same samples in another order, some of them left out or repeated. A repeated sample
-        is augmented anew at each of its positions."""
+        """A copy with other positions: samples reordered, left out or repeated.
+
+        A repeated sample is augmented differently at each of its positions.
+        """
         changed = copy(self)
         changed.tokens = tuple(tokens)
         return changed
 
     def frame(self, epoch: int, position: int) -> Frame:
-        """The frame at a position in an epoch."""
+        """Build the frame at a position in an epoch."""
         rng = np.random.default_rng([self.seed, epoch, position])
         augmented_from_lidar = (
             np.eye(4) if self.augment is None else random_bev_transform(self.augment, rng)
         )
         sample = self.index.sample(self.tokens[position])
-        maps = self._draw_images(sample, rng)
-        place = (self.seed, epoch, position)
-        chain = self._queue(sample, random_history_steps(self.augment, self.inputs.history, place))
+        maps = self._image_transforms(sample, rng)
+        seed = (self.seed, epoch, position)
+        chain = self._queue(sample, random_history_steps(self.augment, self.inputs.history, seed))
         before = chain[-2] if len(chain) > 1 else None
         if not self.inputs.history and sample.previous in self._kept:
-            before = self.index.sample(sample.previous)  # no queue, but the change of pose counts
+            before = self.index.sample(sample.previous)  # no queue, but the ego motion is an input
         current = self._build(sample, before, augmented_from_lidar, maps, self.with_targets)
         if self.gt_sampler is not None:
             present = self._annotated(sample, augmented_from_lidar @ _lidar_from_global(sample))
@@ -188,8 +188,8 @@ class FrameSource:
             past = [replace(current, batch=replace(current.batch, targets=None))]
         if self.augment is not None and self.inputs.camera is not None:
             camera, num_frames = self.inputs.camera, len(past) + 1
-            mask = random_grid_mask(self.augment, camera.size, place)
-            colours = random_colour_changes(self.augment, num_frames, len(camera.channels), place)
+            mask = random_grid_mask(self.augment, camera.size, seed)
+            colours = random_colour_changes(self.augment, num_frames, len(camera.channels), seed)
             current = replace(current, mask=mask, colours=colours[0])
             past = [
                 replace(member, colours=changes)
@@ -199,8 +199,7 @@ class FrameSource:
         return replace(current, history=tuple(past[: self.inputs.history]))
 
     def _queue(self, sample: Sample, steps: set[int]) -> list[Sample]:
-        """A sample behind those that lie so many steps back, as far as there are any; oldest
-        first."""
+        """The existing samples that lie so many key frames back, oldest first, then the sample."""
         queue, member = [sample], sample
         for step in range(1, max(steps, default=0) + 1):
             if member.previous not in self._kept:
@@ -210,8 +209,8 @@ class FrameSource:
                 queue.insert(0, member)
         return queue
 
-    def _draw_images(self, sample: Sample, rng: np.random.Generator) -> list[np.ndarray]:
-        """``network_from_original`` of each camera; a temporal queue shares them."""
+    def _image_transforms(self, sample: Sample, rng: np.random.Generator) -> list[np.ndarray]:
+        """``network_from_original`` of each camera, shared by the frames of a temporal queue."""
         camera = self.inputs.camera
         if camera is None:
             return []
@@ -232,7 +231,7 @@ class FrameSource:
         maps: list[np.ndarray],
         with_targets: bool,
     ) -> Frame:
-        # Everything below is seen from the augmented model frame.
+        # "lidar" is the augmented model frame from here on.
         lidar_from_global = augmented_from_lidar @ _lidar_from_global(sample)
         images, image_from_lidar = self._images(sample, lidar_from_global, maps)
         lidar_from_previous = np.eye(4)
@@ -274,12 +273,12 @@ class FrameSource:
         readings, sources = sample.readings, []
         rows = [readings.find(channel)[0] for channel in camera.channels]
         intrinsics = readings.intrinsic[rows]
-        for place, (row, network_from_original) in enumerate(zip(rows, maps, strict=True)):
+        for number, (row, network_from_original) in enumerate(zip(rows, maps, strict=True)):
             height, width = readings.size[row].tolist()
             path = self.index.root / readings.path[row]
-            camera_model = self.rig.camera_model(camera.channels[place], readings, row)
+            camera_model = self.rig.camera_model(camera.channels[number], readings, row)
             if camera_model is not None:
-                intrinsics[place] = camera_model.view
+                intrinsics[number] = camera_model.view
             source = ImageSource(
                 path, (height, width), camera.size, network_from_original, camera_model
             )
@@ -331,7 +330,7 @@ class FrameSource:
         )
 
     def _targets(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
-        """``(1, M)`` boxes in the augmented model frame, those that are left after the filters."""
+        """``(1, M)`` boxes in the augmented model frame, filtered by class, points and range."""
         boxes = self._annotated(sample, lidar_from_global)
         return Boxes3D.stack([self._in_range(boxes[boxes.label >= 0])])
 
@@ -357,5 +356,5 @@ def _lidar_from_global(sample: Sample) -> np.ndarray:
 
 
 def _tensor(matrix: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
-    """With a leading dimension of 1 where it has none: ``(..., )`` to ``(1, ...)``."""
+    """A batch of one: ``(...)`` to ``(1, ...)``."""
     return torch.from_numpy(np.ascontiguousarray(matrix)).to(dtype)[None]
