@@ -158,10 +158,10 @@ def _close_stopped(cfg: DictConfig, trainer: "L.Trainer | None", number: int) ->
     import time
     from pathlib import Path
 
-    from bev_lightning.hardware.cluster import find_launcher, is_child, requeue
+    from bev_lightning.hardware.cluster import find_launcher, is_rank_zero, requeue_slurm_job
 
     name = signal.Signals(number).name
-    if is_child():
+    if not is_rank_zero():
         # Lightning ends the first process with a child that fails.
         return 128 + number if find_launcher() else 0
     print(_tell_interrupt(trainer, f" by {name}"), file=sys.stderr, flush=True)
@@ -173,7 +173,7 @@ def _close_stopped(cfg: DictConfig, trainer: "L.Trainer | None", number: int) ->
     }
     write_json(Path(cfg.paths.run) / "stopped.json", marker)
     if name == cfg.cluster.requeue_signal:
-        requeue()
+        requeue_slurm_job()
     return 128 + number
 
 

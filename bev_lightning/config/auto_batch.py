@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bev_lightning.errors import InputError
-from bev_lightning.hardware.machine import BatchPlan
+from bev_lightning.hardware.batch_plan import BatchPlan
 
 # What a trial says anew; after two steps gradients and the optimizer's state are there.
 _TRIAL = {

@@ -88,7 +88,7 @@ def entry(verb: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], Non
                 _Program(verb, main).run()
             except InputError as error:
                 _refuse(verb, error)
-            cluster.leave(0)
+            cluster.exit_distributed(0)
 
         return program
 
@@ -139,9 +139,9 @@ class _Program:
         """
         launcher = cluster.find_launcher()
         if launcher == "torchrun":
-            cluster.meet()
-        if cluster.is_child() and launcher != "slurm":
-            return list(cluster.share("words")) if launcher else words
+            cluster.init_store()
+        if not cluster.is_rank_zero() and launcher != "slurm":
+            return list(cluster.broadcast_value("words")) if launcher else words
         # Hydra makes the directory.
         words = [
             f"hydra.run.dir={word.partition('=')[2]}" if key_of(word) == "paths.run" else word
@@ -166,17 +166,17 @@ class _Program:
         if launcher is not None and not given:
             place = Path(str(OmegaConf.select(job.cfg, "hydra.run.dir")))
             if launcher == "slurm":
-                place = cluster.name_job(place)
+                place = cluster.slurm_run_dir(place)
             elif cluster.is_restart():
-                place = Path(cluster.recall("place") or place)
+                place = Path(cluster.read_first_broadcast("place") or place)
             else:
-                cluster.share("place", str(place))
+                cluster.broadcast_value("place", str(place))
         asks = OmegaConf.select(job.cfg, "resume", default=None)
         if asks == "auto" or (self.verb == "train" and asks is None and cluster.is_restart()):
             job, found = settle_resume(self.verb, job, extra_dir, place)
-            if not cluster.is_child():
+            if cluster.is_rank_zero():
                 print(f"bev_lightning.{self.verb}: {found}", flush=True)
-        if not cluster.is_child():
+        if cluster.is_rank_zero():
             self._admit(job)
             run_dir = place or Path(str(OmegaConf.select(job.cfg, "hydra.run.dir")))
             _check_place("hydra.run.dir", run_dir)
@@ -185,7 +185,7 @@ class _Program:
         words = job.overrides
         if place is not None and not any(key_of(word) == "hydra.run.dir" for word in words):
             words = [*words, f'hydra.run.dir="{place}"']
-        return list(cluster.share("words", words)) if launcher == "torchrun" else words
+        return list(cluster.broadcast_value("words", words)) if launcher == "torchrun" else words
 
     def _admit(self, job: Job) -> None:
         check(job.cfg)
@@ -195,7 +195,7 @@ class _Program:
         check(resolved)
         check_machine(resolved, self.machine)
         if "hardware" in resolved:
-            cluster.check_launch(resolved.hardware.nodes, resolved.hardware.devices)
+            cluster.check_world_size(resolved.hardware.nodes, resolved.hardware.devices)
 
     def _settle_batch(self, job: Job, launcher: str | None) -> Job:
         """The job with the largest micro-step that fits, before any process of it starts."""
@@ -232,8 +232,8 @@ class _Program:
                 )
         resolved = resolve(cfg, self.machine, run_dir)
         if "hardware" in resolved:
-            cluster.set_environment(resolved.hardware.environment or {})
-        if not cluster.is_child():
+            cluster.set_default_environment(resolved.hardware.environment or {})
+        if cluster.is_rank_zero():
             _describe(run_dir, cfg, resolved, self.machine, list(info.overrides.task))
         try:
             return self.main(resolved)
@@ -270,7 +270,7 @@ class _Program:
 
     def _close(self) -> None:
         """Say how it went; the last line names the run directory."""
-        if cluster.is_child():
+        if not cluster.is_rank_zero():
             if self.failure is not None:
                 # Lightning ends the first process with its children: this may be all one sees.
                 raise InputError(f"process {os.environ.get('LOCAL_RANK')}: {self.failure}")
@@ -302,7 +302,7 @@ class _Program:
 def _refuse(verb: str, error: InputError) -> NoReturn:
     sys.stdout.flush()
     print(f"bev_lightning.{verb}: {error}", file=sys.stderr, flush=True)
-    cluster.leave(2)
+    cluster.exit_distributed(2)
     sys.exit(2)
 
 

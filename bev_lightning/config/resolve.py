@@ -8,7 +8,8 @@ from bev_lightning.config.aliases import rename_targets
 from bev_lightning.config.compose import config_dir
 from bev_lightning.config.strategy import WHOLE, count_columns, name_strategy, resolve_strategy
 from bev_lightning.data.loaders.auto import choose_loader, choose_loader_name
-from bev_lightning.hardware.machine import BatchPlan, Machine, choose_num_workers
+from bev_lightning.hardware.batch_plan import BatchPlan
+from bev_lightning.hardware.machine import Machine, choose_num_workers
 
 
 def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:

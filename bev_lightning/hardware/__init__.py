@@ -1,1 +1,1 @@
-"""The machine, its processes and how they compute. Knows no model."""
+"""Machine detection, launchers, precision, compilation and memory, independent of any model."""

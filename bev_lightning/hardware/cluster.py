@@ -1,4 +1,4 @@
-"""Who started this process, and what the processes of a run agree on before they meet."""
+"""Launcher detection, and values shared through a store before the process group exists."""
 
 import atexit
 import json
@@ -14,27 +14,26 @@ from typing import Any, Literal
 
 from bev_lightning.errors import InputError
 
-# How long a process of torchrun waits for the others.
-_PATIENCE_S = 600
-# Of a process that has met the others: how often they have started (known to the first), torchrun's
-# store, and the one that the first process keeps for a restart.
+_STORE_TIMEOUT_S = 600
+_PREFIX = "bev_lightning"
+# Set by init_store: how many times rank 0 has been started, torchrun's store (which outlives
+# restarts) and the store that rank 0 opens for one restart.
 _num_starts = 0
-_lasting: Any = None
-_own: Any = None
+_torchrun_store: Any = None
+_restart_store: Any = None
 
 
-def is_child() -> bool:
-    """True in every process of a distributed run but the first; it must not write or talk."""
-    return any(
-        os.environ.get(name, "0") not in ("", "0")
-        for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+def is_rank_zero() -> bool:
+    """Whether this process is the first or the only one of a run: it alone logs and writes."""
+    return all(
+        os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID")
     )
 
 
 def find_launcher() -> Literal["torchrun", "slurm"] | None:
-    """What has started all processes from outside; None where Lightning starts them itself.
+    """The external launcher that started all processes; None if Lightning starts them.
 
-    A job of SLURM with one task is as good as any shell.
+    A SLURM job with a single task counts as None.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return "torchrun"
@@ -44,16 +43,18 @@ def find_launcher() -> Literal["torchrun", "slurm"] | None:
 
 
 def is_restart() -> bool:
-    """torchrun (of the first process, which has met the others) or SLURM has started these
-    processes anew, after a failure or a preemption."""
+    """Whether torchrun or SLURM has restarted these processes after a failure or a preemption.
+
+    Under torchrun only rank 0 knows, and only after :func:`init_store`.
+    """
     return _num_starts > 1 or int(os.environ.get("SLURM_RESTART_COUNT") or "0") > 0
 
 
-def check_launch(nodes: Any, devices: Any) -> None:
-    """Refuse a launch that has not as many processes as the configuration asks for.
+def check_world_size(nodes: Any, devices: Any) -> None:
+    """Check that the launcher started ``nodes * devices`` processes.
 
     Raises:
-        InputError: names both numbers.
+        InputError: it started another number.
     """
     launcher = find_launcher()
     if launcher is None:
@@ -61,99 +62,103 @@ def check_launch(nodes: Any, devices: Any) -> None:
     count = int(os.environ["WORLD_SIZE" if launcher == "torchrun" else "SLURM_NTASKS"])
     if not isinstance(devices, int) or nodes * devices != count:
         raise InputError(
-            f"{launcher} has started {count} processes and hardware.nodes={nodes} "
-            f"hardware.devices={devices} asks for others; set hardware.nodes to the number of "
-            f"machines and hardware.devices to the processes of each"
+            f"{launcher} has started {count} processes, which is not hardware.nodes={nodes} x "
+            f"hardware.devices={devices}; set hardware.nodes to the number of machines and "
+            f"hardware.devices to the processes on each"
         )
 
 
-def name_job(default: Path) -> Path:
-    """The run directory of a SLURM job, the same in all tasks and when it is requeued."""
+def slurm_run_dir(default: Path) -> Path:
+    """The run directory of this SLURM job: the same in all tasks and after a requeue."""
     job = os.environ["SLURM_JOB_ID"]
     step = os.environ.get("SLURM_STEP_ID", "0")
     return default.parent / f"slurm_{job}_{step}"
 
 
-def meet() -> None:
-    """The processes that torchrun has started agree on a store for this start of theirs.
+def init_store() -> None:
+    """Agree on a rendezvous store for this start of the processes that torchrun launched.
 
-    torchrun's own outlives its restarts, and torch (2.14) looks there for the addresses of
-    processes that are gone. So those of a restart meet at a store of the first process. The others
-    ask it where that is, with a word that none has used before: what was answered to earlier
-    processes is not for them, and torchrun's count of restarts differs between machines.
+    torchrun keeps one store for all restarts, in which torch (2.14) would find the addresses of
+    processes that have died. So rank 0 opens a new store at each restart and sets MASTER_PORT to
+    it. The other ranks request the port through torchrun's store, each with a random id: answers to
+    the requests of earlier processes cannot be mistaken for theirs, and torchrun's own restart
+    counter differs between machines.
 
     Raises:
-        InputError: some do not come.
+        InputError: some ranks do not connect in time.
     """
-    global _num_starts, _lasting, _own
-    store = _lasting = _connect()
-    if is_child():
-        word = uuid.uuid4().hex
-        store.set(f"bev_lightning/asks/{os.environ['RANK']}", word)
-        place = store.get(f"bev_lightning/answer/{word}")
-        store.set(f"bev_lightning/heard/{word}", place)
-        os.environ["MASTER_PORT"] = place.decode().partition("/")[0]
+    global _num_starts, _torchrun_store, _restart_store
+    store = _torchrun_store = _connect()
+    if not is_rank_zero():
+        request = uuid.uuid4().hex
+        store.set(f"{_PREFIX}/request/{os.environ['RANK']}", request)
+        reply = store.get(f"{_PREFIX}/reply/{request}")
+        store.set(f"{_PREFIX}/ack/{request}", reply)
+        os.environ["MASTER_PORT"] = reply.decode().partition("/")[0]
         return
-    _num_starts = store.add("bev_lightning/starts", 1)
+    _num_starts = store.add(f"{_PREFIX}/starts", 1)
     if _num_starts > 1:
         from torch.distributed import TCPStore
 
-        _own = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False)
-        os.environ["MASTER_PORT"] = str(_own.port)
-    place = f"{os.environ['MASTER_PORT']}/{_num_starts}".encode()
-    others, until = set(range(1, int(os.environ["WORLD_SIZE"]))), time.monotonic() + _PATIENCE_S
-    while others:
-        others = {rank for rank in others if not _tell(store, rank, place)}
-        if others and time.monotonic() > until:
+        _restart_store = TCPStore(
+            os.environ["MASTER_ADDR"], 0, is_master=True, wait_for_workers=False
+        )
+        os.environ["MASTER_PORT"] = str(_restart_store.port)
+    reply = f"{os.environ['MASTER_PORT']}/{_num_starts}".encode()
+    missing = set(range(1, int(os.environ["WORLD_SIZE"])))
+    deadline = time.monotonic() + _STORE_TIMEOUT_S
+    while missing:
+        missing = {rank for rank in missing if not _reply(store, rank, reply)}
+        if missing and time.monotonic() > deadline:
             raise InputError(
-                f"processes {', '.join(map(str, sorted(others)))} of torchrun have not come within "
-                f"{_PATIENCE_S} s; look at their logs and start all again"
+                f"ranks {', '.join(map(str, sorted(missing)))} of torchrun have not connected "
+                f"within {_STORE_TIMEOUT_S} s; check their logs and restart all processes"
             )
         time.sleep(0.05)
 
 
-def _tell(store: Any, rank: int, place: bytes) -> bool:
-    """Answer to whoever is this process now; whether it has heard."""
-    key = f"bev_lightning/asks/{rank}"
+def _reply(store: Any, rank: int, reply: bytes) -> bool:
+    """Answer the latest request of a rank; True once the rank has acknowledged the answer."""
+    key = f"{_PREFIX}/request/{rank}"
     if not store.check([key]):
         return False
-    word = store.get(key).decode()
-    store.set(f"bev_lightning/answer/{word}", place)
-    heard = f"bev_lightning/heard/{word}"
-    return bool(store.check([heard]) and store.get(heard) == place)
+    request = store.get(key).decode()
+    store.set(f"{_PREFIX}/reply/{request}", reply)
+    ack = f"{_PREFIX}/ack/{request}"
+    return bool(store.check([ack]) and store.get(ack) == reply)
 
 
-def share(name: str, value: Any = None) -> Any:
-    """The first process' value in all processes that torchrun has started, which have met; the
-    others wait for it.
+def broadcast_value(name: str, value: Any = None) -> Any:
+    """Send a value from rank 0 to all ranks through the store of :func:`init_store`.
 
-    It lies in the store through which they will find each other. What the first start has shared
-    stays for its restarts: see :func:`recall`.
+    The other ranks block until rank 0 has sent it. A value sent by the first start remains readable
+    after restarts, see :func:`read_first_broadcast`.
 
     Args:
-        value: plain containers; None in the others.
+        name: key in the store.
+        value: plain containers on rank 0; ignored elsewhere.
     """
-    store, key = _connect(), f"bev_lightning/{name}"
-    if not is_child():
+    store, key = _connect(), f"{_PREFIX}/{name}"
+    if is_rank_zero():
         store.set(key, json.dumps(value))
     return json.loads(store.get(key))
 
 
-def recall(name: str) -> Any:
-    """What the first start of these processes has shared; None where there is nothing."""
-    assert _lasting is not None, "the processes have not met"
-    key = f"bev_lightning/{name}"
-    return json.loads(_lasting.get(key)) if _lasting.check([key]) else None
+def read_first_broadcast(name: str) -> Any:
+    """The value that rank 0 broadcast at the first start of this run; None if there is none."""
+    assert _torchrun_store is not None, "call init_store first"
+    key = f"{_PREFIX}/{name}"
+    return json.loads(_torchrun_store.get(key)) if _torchrun_store.check([key]) else None
 
 
-def set_environment(values: Mapping[str, Any]) -> None:
-    """Variables for NCCL and torch, where the caller's environment has not set them."""
+def set_default_environment(values: Mapping[str, Any]) -> None:
+    """Set environment variables (of NCCL and torch) that the caller has not set."""
     for name, value in values.items():
         os.environ.setdefault(name, str(value))
 
 
-def requeue() -> None:
-    """Have SLURM start this job again, which goes on by itself; nothing outside of SLURM."""
+def requeue_slurm_job() -> None:
+    """Queue this SLURM job again; does nothing outside SLURM."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -162,15 +167,15 @@ def requeue() -> None:
     try:
         subprocess.run(["scontrol", "requeue", job], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"the job {job} could not be requeued ({error}); submit it again", file=sys.stderr)
+        print(f"SLURM job {job} could not be requeued ({error}); submit it again", file=sys.stderr)
 
 
-def leave(exit_code: int) -> None:
-    """End a process of a distributed run whose work is done; return in any other process.
+def exit_distributed(exit_code: int) -> None:
+    """Exit a process whose process group is initialised; return in any other process.
 
-    The threads of gloo let go of their last tensors a moment after the results are there. One that
-    asks for the interpreter while Python takes that down aborts the process, and a launcher counts
-    a finished run as failed. So Python is not taken down; its exit functions are run.
+    gloo's threads release their last tensors shortly after a collective is complete. A thread that
+    needs the interpreter while it shuts down aborts the process, and the launcher would count a
+    finished run as failed. So the exit functions are run and the process ends without a shutdown.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -182,8 +187,8 @@ def leave(exit_code: int) -> None:
 
 
 def _connect() -> Any:
-    # Late: a verb that says what it would do needs no torch.
+    # Imported late: a command that only prints its configuration needs no torch.
     from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_PATIENCE_S))
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S))

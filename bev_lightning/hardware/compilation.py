@@ -1,52 +1,49 @@
-"""torch.compile, of a whole network or of its dense regions."""
+"""torch.compile of a whole network or of its dense regions, and its requirements."""
 
 import shutil
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from bev_lightning.errors import InputError
 
-if TYPE_CHECKING:  # rules import this file, and they are read before torch is
+if TYPE_CHECKING:  # the configuration check imports this module before torch is imported
     from torch import nn
 
 
-class Detector(Protocol):
-    """A network that can say which of its parts are dense."""
+class HasDenseRegions(Protocol):
+    """A network that names its dense regions."""
 
     def dense_regions(self) -> "list[nn.Module]":
-        """Parts that hold most of the arithmetic, whose shapes are the same at every step and that
-        compile without a graph break."""
+        """Submodules with most of the FLOPs, constant shapes and no graph break."""
         ...
 
 
 def compile_network(
     network: "nn.Module", scope: Literal["model", "regions"], **options: Any
 ) -> None:
-    """Compile in place at the first call; the names in the state dict stay.
+    """Compile a network in place; compilation runs at the first call, state-dict keys stay.
 
     Args:
-        network: a :class:`Detector`.
+        network: for ``regions``, a :class:`HasDenseRegions`.
         scope: ``model`` compiles the network's forward as a whole, with graph breaks where a
-            length depends on the data (voxels, kept points); ``regions`` each dense region on its
-            own, without a break.
+            length depends on the data (voxels, kept points); ``regions`` compiles each dense region
+            separately, without a graph break.
         options: of :meth:`torch.nn.Module.compile`.
     """
-    if scope == "model":
-        network.compile(**options)
-        return
-    for region in cast(Detector, network).dense_regions():
-        region.compile(**options)
+    modules = [network] if scope == "model" else cast(HasDenseRegions, network).dense_regions()
+    for module in modules:
+        module.compile(**options)
 
 
 def check_compiler(on_cuda: bool, capability: float | None) -> None:
-    """Refuse to compile where this machine lacks what torch.compile builds its kernels with.
+    """Check that this machine has what torch.compile builds its kernels with.
 
     Raises:
-        InputError: no C++ compiler for a CPU, or a card that Triton does not know.
+        InputError: no C++ compiler for a CPU, or a GPU that Triton does not support.
     """
     if on_cuda and (capability or 0) < 7.0:
         raise InputError(
-            f"compile needs CUDA cards of compute capability 7.0 or more and this one has "
-            f"{capability}; use compile=off"
+            f"compile needs GPUs of compute capability 7.0 or more and this one has {capability}; "
+            f"use compile=off"
         )
     if not on_cuda and not any(shutil.which(name) for name in ("g++", "c++", "clang++", "cl")):
         raise InputError(

@@ -1,17 +1,16 @@
-"""What a machine has, and the arithmetic of a batch spread over it. Imports no torch."""
+"""Detects GPUs, CPU cores and memory of this machine, without importing torch."""
 
 import ctypes
 import json
-import math
 import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-# Runs in a child process: asking the driver initialises CUDA, after which a process must not fork
-# workers that use it. The driver's own view honours CUDA_VISIBLE_DEVICES.
+# Runs in a child process: a query of the driver initialises CUDA, and a process must not fork
+# workers after that. The driver respects CUDA_VISIBLE_DEVICES.
 _PROBE = """
 import ctypes, json
 cuda, cards, value, device = ctypes.CDLL("libcuda.so.1"), [], ctypes.c_int(), ctypes.c_int()
@@ -32,16 +31,16 @@ print(json.dumps(cards))
 
 @dataclass(frozen=True)
 class Machine:
-    """One node, as this process may use it.
+    """The resources of one node that this process may use.
 
     Attributes:
         num_cuda_devices: visible CUDA devices.
-        card: name of the first one; None without any.
-        memory_gib: memory of the smallest card [GiB].
+        card: name of the first device; None without CUDA.
+        memory_gib: memory of the smallest device [GiB].
         capability: lowest CUDA compute capability, such as 8.6.
-        num_cpus: cores this process may run on.
+        num_cpus: CPU cores that this process may run on.
         cpu_memory_gib: memory of the host [GiB].
-        cpu: the processor's name.
+        cpu: name of the processor.
     """
 
     num_cuda_devices: int = 0
@@ -63,7 +62,7 @@ class Machine:
 
 
 def detect_machine() -> Machine:
-    """Look at this machine. Takes milliseconds without CUDA, well under a second with it."""
+    """Detect this machine: milliseconds without CUDA, well under a second with it."""
     cards = _cuda_cards()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return Machine(
@@ -77,80 +76,27 @@ def detect_machine() -> Machine:
     )
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """How one optimizer step's samples come together.
-
-    Attributes:
-        num_processes: training processes over all nodes.
-        batch_size: samples per process and micro-step.
-        accumulation: micro-steps per optimizer step.
-    """
-
-    num_processes: int
-    batch_size: int
-    accumulation: int
-
-    @property
-    def effective_batch(self) -> int:
-        """Samples behind one optimizer step."""
-        return self.num_processes * self.batch_size * self.accumulation
-
-    def scale_lr(self, lr: float, rule: str | None, base_batch: int | None) -> float:
-        """The learning rate for this batch, of one that was meant for ``base_batch`` samples a
-        step: in proportion (``linear``), to the square root (``sqrt``), or as it is (None)."""
-        if rule is None or base_batch is None:
-            return lr
-        ratio = self.effective_batch / base_batch
-        return lr * (ratio if rule == "linear" else math.sqrt(ratio))
-
-    def describe(self, lr: float, rule: str | None, base_batch: int | None) -> str:
-        """Batch and learning rate in one line."""
-        said = f"{self}; learning rate {self.scale_lr(lr, rule, base_batch):.4g}"
-        if rule is not None and base_batch != self.effective_batch:
-            ratio = f"{self.effective_batch}/{base_batch}"
-            said += f" = {lr:.4g} x {ratio if rule == 'linear' else f'sqrt({ratio})'}"
-            said += f" (recipe and its number of steps are made for {base_batch} samples a step)"
-        return said
-
-    def split(self) -> list["BatchPlan"]:
-        """All plans with as many samples per optimizer step on as many processes, the largest
-        micro-step first."""
-        samples = self.batch_size * self.accumulation
-        return [
-            replace(self, batch_size=size, accumulation=samples // size)
-            for size in range(samples, 0, -1)
-            if samples % size == 0
-        ]
-
-    def __str__(self) -> str:
-        return (
-            f"{self.effective_batch} samples per optimizer step = {self.num_processes} "
-            f"process{'' if self.num_processes == 1 else 'es'} x {self.batch_size} x "
-            f"{self.accumulation} accumulated"
-        )
-
-
 def choose_num_workers(num_cpus: int, num_local_processes: int, on_cuda: bool) -> int:
-    """Loader processes for each training process of a node.
+    """Number of loader worker processes for each training process of a node.
 
-    Beside a card the training process needs one core and the rest load; on a CPU the training
-    itself wants the cores, so that a quarter of them loads.
+    Next to a GPU, the training process keeps one core and the others load. On a CPU the training
+    itself needs the cores, so a quarter of them load.
     """
     share = num_cpus / num_local_processes
     return max(1, min(8, int(share) - 1)) if on_cuda else max(1, min(4, int(share / 4)))
 
 
 def choose_num_threads(num_cpus: int, num_local_processes: int, num_workers: int) -> int:
-    """Threads of torch for each training process that runs on the CPU.
+    """Number of torch threads for each training process that runs on the CPU.
 
-    Half of its loader processes get a core: beside a training on a CPU they rest most of the time.
+    Each loader process is counted as half a core, because it idles most of the time next to a
+    training on the CPU.
     """
     return max(1, num_cpus // num_local_processes - num_workers // 2)
 
 
 def _cuda_cards() -> list[tuple[str, float, float]]:
-    """Name, memory [GiB] and compute capability of each visible card."""
+    """Name, memory [GiB] and compute capability of each visible CUDA device."""
     if not sys.platform.startswith("linux"):
         return []
     try:

@@ -1,4 +1,4 @@
-"""Peak memory of a training step, by kind, without the memory: shapes alone decide it."""
+"""Measures the peak memory of a training step by kind, on real or fake tensors."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,15 +17,15 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Peak:
-    """Memory at the moment when a step takes most of it [MiB].
+    """Memory by kind at the moment of a step's peak [MiB].
 
     Attributes:
-        parameters: with buffers.
-        gradients: of the parameters.
-        optimizer: what it remembers of each parameter.
-        activations: what the forward pass made and the backward pass has not freed, the batch
-            included.
-        temporaries: what the backward pass and the optimizer made for themselves.
+        parameters: parameters and buffers.
+        gradients: gradients of the parameters.
+        optimizer: optimizer state.
+        activations: tensors of the forward pass that the backward pass has not freed, and the
+            batch.
+        temporaries: other tensors made by the backward pass and the optimizer.
     """
 
     parameters: float
@@ -43,12 +43,11 @@ class Peak:
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage from the operator that makes it until it is freed.
+    """Dispatch mode that tracks every storage from its creation until it is freed.
 
-    ``torch.distributed._tools.MemTracker`` does so too, with a statistic for each module: for the
-    published models, with their thousands of modules, it takes minutes.
-
-    Use as a context around the step; fake tensors are as good as real ones.
+    Use it as a context manager around a step, with real or fake tensors.
+    ``torch.distributed._tools.MemTracker`` also keeps statistics per module, which takes minutes
+    for the published models with their thousands of modules.
     """
 
     def __init__(self) -> None:
@@ -59,15 +58,15 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kind_of: dict[int, str] = {}
         self._new = "activations"
 
-    def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors under a kind; those known under another one change to it."""
+    def track(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Count tensors under a kind; tensors already counted under another kind move to it."""
         for tensor in tensors:
             self._count(tensor, kind, moves=True)
-        self._note_peak()
+        self._update_peak()
 
     @contextmanager
-    def making(self, kind: str) -> Iterator[None]:
-        """What is made inside counts under a kind."""
+    def attribute_new(self, kind: str) -> Iterator[None]:
+        """Count tensors created inside under a kind."""
         before, self._new = self._new, kind
         try:
             yield
@@ -79,7 +78,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in tree_iter(result):
             if isinstance(value, Tensor):
                 self._count(value, self._new)
-        self._note_peak()
+        self._update_peak()
         return result
 
     def _count(self, tensor: Tensor, kind: str, moves: bool = False) -> None:
@@ -98,7 +97,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int, num_bytes: int) -> None:
         self.current[self._kind_of.pop(key)] -= num_bytes
 
-    def _note_peak(self) -> None:
+    def _update_peak(self) -> None:
         total = sum(self.current.values())
         if total > self._peak_total:
             self._peak_total, self.peak = total, dict(self.current)
@@ -110,33 +109,36 @@ def measure_step(
     batch_tensors: Iterable[Tensor],
     loss: Callable[[], Tensor],
 ) -> Peak:
-    """Peak of one optimizer step when the optimizer has its memory already.
+    """Peak memory of one optimizer step, after the optimizer has allocated its state.
 
     Args:
-        make_optimizer: of the parameters that are trained.
-        batch_tensors: what the batch holds.
-        loss: the forward pass.
+        module: whose parameters are trained.
+        make_optimizer: builds the optimizer from the trainable parameters.
+        batch_tensors: tensors of the batch.
+        loss: runs the forward pass and returns the scalar loss.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trained)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes what it remembers
+    optimizer.step()  # allocates the optimizer state
     optimizer.zero_grad(set_to_none=True)
     tracker = StorageTracker()
-    tracker.hold("parameters", [*module.parameters(), *module.buffers()])
+    tracker.track("parameters", [*module.parameters(), *module.buffers()])
     states = optimizer.state.values()
-    tracker.hold("optimizer", (v for state in states for v in state.values() if torch.is_tensor(v)))
-    tracker.hold("activations", batch_tensors)
+    tracker.track(
+        "optimizer", (v for state in states for v in state.values() if torch.is_tensor(v))
+    )
+    tracker.track("activations", batch_tensors)
     hooks = [
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            lambda parameter: tracker.hold("gradients", [parameter.grad])
+            lambda parameter: tracker.track("gradients", [parameter.grad])
         )
         for parameter in trained
     ]
     with tracker:
         total = loss()
-        with tracker.making("temporaries"):
+        with tracker.attribute_new("temporaries"):
             total.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     for hook in hooks:

@@ -1,4 +1,4 @@
-"""Float16 and FP8 for Lightning's Trainer, where its own plugins fall short, and TF32."""
+"""Lightning precision plugins for float16 (also on a CPU) and FP8, and the TF32 switch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,29 +12,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-# What the products of FP8 hardware ask of both sides of a weight.
+# FP8 matrix products need both sides of a weight to be a multiple of it.
 FP8_MULTIPLE = 16
 
 
 def set_tf32(allowed: bool) -> None:
-    """Let float32 products and convolutions of CUDA cards round their inputs to TF32 (10 bits of
-    mantissa, capability 8.0 and up), or keep them from it. Geometry never takes part: its products
-    are sums of elements (:func:`bev_lightning.structures.geometry.apply_transform`)."""
+    """Allow or forbid TF32 in float32 matrix products and convolutions on CUDA.
+
+    TF32 rounds their inputs to 10 bits of mantissa (compute capability 8.0 and up). Geometry is not
+    affected: :func:`bev_lightning.structures.geometry.apply_transform` uses no matrix product.
+    """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Torch's scaler, which also counts the steps it skips and may hold its scale.
+    """torch's GradScaler with a count of skipped steps and an optional static scale.
 
     Args:
         device: ``cuda`` or ``cpu``.
-        static_scale: the scale of all steps; None starts at 4096, halves it at an overflow and
-            doubles it after 2000 steps without one. (From torch's own start, 65536, detectors lose
-            their first steps.)
+        static_scale: constant scale; None starts at 4096, halves the scale at an overflow and
+            doubles it after 2000 steps without one. (With torch's default start of 65536, detectors
+            skip their first steps.)
 
     Attributes:
-        num_skipped: optimizer steps left out because a gradient was infinite or NaN.
+        num_skipped: optimizer steps skipped because a gradient was infinite or NaN.
     """
 
     def __init__(self, device: str, static_scale: float | None = None) -> None:
@@ -48,7 +50,7 @@ class LossScaler(torch.amp.GradScaler):
             for state in self._per_optimizer_states.values()
             for flag in state["found_inf_per_device"].values()
         ]
-        # The scaler's own step has waited for these flags already.
+        # The scaler's step has already copied these flags to the host.
         self.num_skipped += int(any(float(flag) for flag in found))
         super().update(self.static_scale if new_scale is None else new_scale)
 
@@ -63,12 +65,13 @@ class LossScaler(torch.amp.GradScaler):
 
 
 class Float16(MixedPrecision):
-    """float16 under autocast with a loss scale, on CUDA and, for tests, on a CPU, where Lightning's
-    own ``16-mixed`` silently runs bfloat16.
+    """float16 autocast with loss scaling, on CUDA and, for tests, on a CPU.
+
+    On a CPU, Lightning's ``16-mixed`` silently runs bfloat16.
 
     Args:
         device: ``cuda`` or ``cpu``.
-        loss_scale: ``dynamic``, or the scale of all steps, such as 512.
+        loss_scale: ``dynamic``, or a constant such as 512.
     """
 
     scaler: LossScaler
@@ -79,28 +82,28 @@ class Float16(MixedPrecision):
         if device == "cpu":
             rank_zero_warn(
                 "precision=16 on a CPU is for tests: its convolutions are tens of times slower "
-                "than those of precision=32"
+                "than with precision=32"
             )
 
 
 class Float8(MixedPrecision):
-    """FP8 products in the Linear layers whose sizes allow it (torchao); around them bfloat16 under
-    autocast on CUDA, float32 on a CPU, whose bfloat16 convolutions are slow.
+    """FP8 matrix products in Linear layers (torchao), bfloat16 autocast for the rest.
 
-    Weights stay float32 parameters under their names: inputs, weights and gradients are rounded to
-    8 bits on the way into each product. Layers inside ``nn.MultiheadAttention`` are left alone, for
-    it reads their weights without calling them.
+    Converts the Linear layers for which :func:`fits_fp8` holds. On a CPU the rest runs in float32,
+    because its bfloat16 convolutions are slow. Weights stay float32 parameters with the same
+    names: inputs, weights and gradients are rounded to 8 bits before each product. Layers inside
+    ``nn.MultiheadAttention`` are not converted, because it uses their weights without calling them.
 
     Args:
         device: ``cuda`` or ``cpu``.
-        recipe: one scale for a whole tensor, or one for each row: finer and slower.
-        emulate: round to 8 bits but multiply in the wider type, which runs anywhere.
+        recipe: one scale per tensor, or one per row (more accurate and slower).
+        emulate: round to 8 bits but multiply in the wider type, which runs on any device.
 
     Attributes:
-        num_converted, num_linears: layers in FP8, and all Linear layers.
-        flop_share: share of the FLOPs of a forward pass that run in FP8, 0..1; None before the
-            first training step. Of operators that torch's counter knows: products, convolutions and
-            attention.
+        num_converted: Linear layers in FP8.
+        num_linears: all Linear layers.
+        flop_share: share of a forward pass's FLOPs in FP8, 0..1; None before the first training
+            step. Counts matrix products, convolutions and attention.
     """
 
     def __init__(
@@ -117,11 +120,11 @@ class Float8(MixedPrecision):
         self._hooked = False
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Exchange the layers in place. A second call finds nothing left to exchange."""
+        """Convert the layers in place; converting twice changes nothing more."""
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
 
-        # The gradient of a weight is a product over all tokens, whose number is arbitrary: padded.
+        # The weight gradient is a product over all tokens, of any number: pad it.
         config = replace(
             Float8LinearConfig.from_recipe_name(self.recipe),
             emulate=self.emulate,
@@ -137,9 +140,9 @@ class Float8(MixedPrecision):
                 f"{FP8_MULTIPLE}: nothing runs in FP8; use precision=bf16"
             )
         if self.recipe == "rowwise" and not self._hooked:
-            # A scale for each row knows rows in their order alone.
+            # Row-wise scaling needs contiguous rows.
             for layer in self._converted:
-                layer.register_forward_pre_hook(_straighten)
+                layer.register_forward_pre_hook(_make_contiguous)
             self._hooked = True
         return module
 
@@ -153,7 +156,7 @@ class Float8(MixedPrecision):
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """As everywhere; the first step also counts FLOPs."""
+        """Autocast as in every step; the first step also counts FLOPs."""
         with super().train_step_context():
             if self.flop_share is not None:
                 yield
@@ -163,14 +166,17 @@ class Float8(MixedPrecision):
             self.flop_share = counter.fp8 / max(1.0, counter.all)
 
     def describe(self) -> str:
-        """What runs in FP8, in one line."""
+        """The FP8 coverage in one line."""
         share = "" if self.flop_share is None else f", {self.flop_share:.1%} of the forward FLOPs"
         how = "emulated" if self.emulate else self.recipe
         return f"FP8 ({how}): {self.num_converted} of {self.num_linears} Linear layers{share}"
 
 
 def fits_fp8(module: nn.Module, name: str) -> bool:
-    """Whether FP8 hardware can multiply with a layer; a subclass may be called by nobody."""
+    """Whether to convert a layer: a plain ``nn.Linear`` whose sizes FP8 hardware supports.
+
+    Subclasses are excluded: ``nn.MultiheadAttention`` uses the weight of one without calling it.
+    """
     return (
         type(module) is nn.Linear
         and module.in_features % FP8_MULTIPLE == 0
@@ -178,16 +184,19 @@ def fits_fp8(module: nn.Module, name: str) -> bool:
     )
 
 
-def _straighten(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def _make_contiguous(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (inputs[0].contiguous(),)
 
 
 class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """FLOPs of all operators that torch knows a formula for, inside of its block. (Torch's own
-    counter follows modules too, and stumbles over those called without gradient.)
+    """Dispatch mode that counts FLOPs, in total and in the converted layers.
+
+    Covers all operators with a formula in torch's registry. torch's FlopCounterMode also tracks
+    modules and fails on modules called without gradient.
 
     Attributes:
-        all, fp8: the sum, and what of it ran in the ``converted`` layers.
+        all: FLOPs of all operators.
+        fp8: FLOPs of the ``converted`` layers.
     """
 
     def __init__(self, converted: list[nn.Module]) -> None:
@@ -215,6 +224,6 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before = self.all
 
     def _leave(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        # Whatever the product of 8-bit tensors consists of, it counts once.
+        # Count the layer as one product, whatever operators the 8-bit product consists of.
         own = 2.0 * output.numel() * inputs[0].shape[-1]
         self.all, self.fp8 = self._before + own, self.fp8 + own

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from bev_lightning.config.resolve import plan_batch
 from bev_lightning.errors import InputError
-from bev_lightning.hardware.cluster import find_launcher, is_child
+from bev_lightning.hardware.cluster import find_launcher, is_rank_zero
 from bev_lightning.hardware.machine import choose_num_threads, detect_machine
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def load_backbones(module: "DetectionModule") -> None:
         if source is not None:
             fresh = load_backbone(part, source)
             left = f"; left fresh: {', '.join(fresh)}" if fresh else ""
-            if not is_child():
+            if is_rank_zero():
                 print(f"{name}: weights of {source}{left}")
 
 

@@ -7,7 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from bev_lightning.config.resolve import plan_batch
 from bev_lightning.config.strategy import name_strategy
-from bev_lightning.hardware.machine import BatchPlan, detect_machine
+from bev_lightning.hardware.batch_plan import BatchPlan
+from bev_lightning.hardware.machine import detect_machine
 from bev_lightning.hardware.memory import KINDS, Peak
 from bev_lightning.runtime.fake_step import Case, measure_cases
 

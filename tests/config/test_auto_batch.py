@@ -10,7 +10,7 @@ from bev_lightning.config import auto_batch as batch_search
 from bev_lightning.config.auto_batch import find_batch, try_batch, with_values
 from bev_lightning.config.program import load
 from bev_lightning.errors import InputError
-from bev_lightning.hardware.machine import BatchPlan
+from bev_lightning.hardware.batch_plan import BatchPlan
 
 WORDS = ["model=bevfusion_lidar_toy", "data.batch_size=2", "accumulation='4'", "auto_batch=true"]
 PLAN = BatchPlan(num_processes=2, batch_size=2, accumulation=4)

@@ -93,7 +93,7 @@ def test_published_backbones_compile_without_a_break(backbone: Callable[[], nn.M
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_machines_that_cannot_compile_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_cannot_compile_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_compiler(True, 8.0)
     with pytest.raises(InputError, match=r"7.0 or more and this one has 6.1; use compile=off"):
         check_compiler(True, 6.1)

@@ -24,14 +24,14 @@ def test_kinds_of_a_step() -> None:
     # 4096 rows: every activation takes 16 MiB.
     peak = step(4096)
     assert abs(peak.parameters - 8) < 0.01 and abs(peak.optimizer - 16) < 0.01
-    # At the worst moment the gradient of the last weight is made, and that of its input beside the
-    # gradient of its output; kept from before are the input and the ReLU's output.
+    # At the peak the gradients of the last weight, its input and its output exist; kept from the
+    # forward pass are the input and the ReLU's output.
     assert peak.gradients == 4 and peak.activations == pytest.approx(32, abs=0.01)
     assert peak.temporaries == pytest.approx(32, abs=0.01)
     assert peak.total == pytest.approx(92, abs=0.01) and peak.to_json()["total"] == 92.0
 
 
-def test_fake_tensors_take_the_same_and_nothing() -> None:
+def test_fake_tensors_give_the_same_peak() -> None:
     with FakeTensorMode():
         fake = step(4096)
         # A hundred times the machine's memory.
@@ -40,7 +40,7 @@ def test_fake_tensors_take_the_same_and_nothing() -> None:
     assert huge.activations > 2**20 * 4
 
 
-def test_what_is_freed_no_longer_counts() -> None:
+def test_freed_storages_are_not_counted() -> None:
     tracker = StorageTracker()
     with tracker:
         for _ in range(5):

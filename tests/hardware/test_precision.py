@@ -1,4 +1,4 @@
-"""Half precision and FP8 as they train on a CPU, in a tiny width, and what stays float32."""
+"""float16, bfloat16 and FP8 training of tiny models on a CPU; operations kept in float32."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 
 
 class Batches:
-    """What Lightning reads them from; of a list it would make a loader each."""
+    """Iterable of batches for Lightning, which would treat a list as several loaders."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.batches = batches
@@ -101,7 +101,7 @@ def test_fp16_on_a_cpu_is_fp16(make_module: Make, make_batch: Make) -> None:
 
 
 class Overflow(L.Callback):
-    """Makes a gradient infinite before the optimizer of some steps, and looks which steps moved."""
+    """Makes a gradient infinite in some steps and records which steps changed the weights."""
 
     def __init__(self, steps: set[int]) -> None:
         self.steps = steps
@@ -153,7 +153,7 @@ def test_fp8_emulated_trains(recipe: str, make_module: Make, make_batch: Make) -
     assert f"{plugin.num_converted} of {plugin.num_linears} Linear layers" in plugin.describe()
 
 
-def test_fp8_takes_sizes_that_the_hardware_can(make_module: Make) -> None:
+def test_fp8_converts_only_supported_sizes(make_module: Make) -> None:
     assert fits_fp8(nn.Linear(32, 16), "a") and not fits_fp8(nn.Linear(32, 10), "a")
     assert not fits_fp8(nn.Conv2d(16, 16, 1), "a")
     assert not fits_fp8(nn.MultiheadAttention(16, 2).out_proj, "a")
@@ -167,7 +167,7 @@ def test_fp8_takes_sizes_that_the_hardware_can(make_module: Make) -> None:
 
 
 class Dtypes(TorchDispatchMode):
-    """Counts the types of all that floats, as operators return it."""
+    """Counts the dtypes of floating-point results by operator."""
 
     def __init__(self, seen: Counter) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Dtypes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
-            # Inputs are handed over in the type around; what computes counts.
+            # Views and copies keep the dtype of their input; only computations count.
             passed_on = func.overloadpacket.__name__ in PASSED_ON
             if isinstance(value, Tensor) and value.is_floating_point() and not passed_on:
                 self.seen[value.dtype] += 1
@@ -185,7 +185,7 @@ class Dtypes(TorchDispatchMode):
 
 PASSED_ON = ("detach", "alias", "slice", "select", "view", "expand", "unsqueeze", "transpose")
 PASSED_ON += ("permute", "split", "split_with_sizes", "unbind", "_unsafe_view", "t", "clone")
-# What stays float32, by name: matching, losses, geometry, depth softmax, inverses, places.
+# Operations that stay float32: matching, losses, geometry, depth softmax, inverses, positions.
 BORDERS: dict[str, tuple[Any, str]] = {
     "project": (geometry, "project"),
     "project in the lift": (lift, "project"),
@@ -195,7 +195,7 @@ BORDERS: dict[str, tuple[Any, str]] = {
     "cells": (lift.LiftSplat, "cells"),
     "depth map": (lift, "depth_map"),
     "boxes": (bevformer_head, "in_float32"),
-    "learned places": (query_start, "in_float32"),
+    "learned positions": (query_start, "in_float32"),
     "loss of the centre head": (CentreLoss, "__call__"),
     "loss of set prediction": (SetPredictionLoss, "__call__"),
     "matching": (SetPredictionLoss, "costs"),
@@ -222,8 +222,8 @@ def test_borders_stay_float32(
 
         return watched
 
-    for label, (place, attribute) in BORDERS.items():
-        monkeypatch.setattr(place, attribute, watch(label, getattr(place, attribute)))
+    for label, (owner, attribute) in BORDERS.items():
+        monkeypatch.setattr(owner, attribute, watch(label, getattr(owner, attribute)))
     fit(make_module(name), [make_batch(0)], PLUGINS[precision]())
     wrong = {
         label: counted
@@ -236,12 +236,17 @@ def test_borders_stay_float32(
     expected = {
         "bevfusion": {"rays", "cells", "depth map", "loss of the centre head"},
         "bevformer": {"project in the encoder", "turn of the previous map", "boxes", "matching"},
-        "learned": {"project in the encoder", "boxes", "learned places", "loss of set prediction"},
+        "learned": {
+            "project in the encoder",
+            "boxes",
+            "learned positions",
+            "loss of set prediction",
+        },
     }
     assert expected[name] | common <= counted, counted
 
 
-def test_tf32_is_said_and_switched() -> None:
+def test_tf32_is_switched() -> None:
     try:
         set_tf32(True)
         assert torch.get_float32_matmul_precision() == "high"
