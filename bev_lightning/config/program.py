@@ -115,7 +115,7 @@ class _Program:
         parser = get_args_parser()
         args = parser.parse_intermixed_args(quote_choices(self.typed))
         words = rename_overrides(args.overrides)
-        if not cluster.is_child():
+        if cluster.is_rank_zero():
             for former, present in zip(args.overrides, words, strict=True):
                 if former != present:
                     _note(self.verb, f"{former} is now {present}; use the new name")
@@ -225,7 +225,7 @@ class _Program:
         if info.mode == RunMode.MULTIRUN:
             return self._run_job(run_dir, list(info.overrides.task))
         self.results = run_dir
-        if not cluster.is_child():
+        if cluster.is_rank_zero():
             for former, present in rename_targets(cfg).items():
                 _note(
                     self.verb, f"_target_: {former} is now {present}; change it in your YAML file"
