@@ -54,7 +54,9 @@ def main(cfg: DictConfig) -> float | None:
         prepare_execution(module, cfg)
         if first:
             optim = cfg.optim
-            print(plan_batch(cfg).describe(optim.lr, optim.scale_lr, optim.base_batch))
+            print(
+                plan_batch(cfg).describe(optim.lr, optim.get("scale_lr"), optim.get("base_batch"))
+            )
             if cfg.trainer.accelerator == "gpu":
                 # Some seconds, before hours that may end for want of memory.
                 print(make_plan(cfg, compare=False).to_line())

@@ -333,7 +333,9 @@ def _describe(
             "batch": {
                 **asdict(plan),
                 "effective_batch": plan.effective_batch,
-                "learning_rate": plan.scale_lr(optim.lr, optim.scale_lr, optim.base_batch),
+                "learning_rate": plan.scale_lr(
+                    optim.lr, optim.get("scale_lr"), optim.get("base_batch")
+                ),
             }
         }
     OmegaConf.save(cfg, run_dir / "config.yaml")

@@ -16,7 +16,7 @@ from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.protocol import ModelPartition, RowParallel
 from bev_lightning.modules.detection import DetectionModule
-from bev_lightning.modules.optimizer import AdamW
+from bev_lightning.modules.optimizer import OptimizerFactory
 from bev_lightning.structures import Batch, Inputs
 from bev_lightning.structures.geometry import wrap_angle, yaw_of
 from bev_lightning.structures.predictions import BEVFormerPredictions
@@ -69,7 +69,7 @@ class BEVFormerModule(DetectionModule):
         loss: DetectionLoss,
         inputs: Inputs,
         classes: Sequence[str],
-        optim: AdamW | None = None,
+        optim: OptimizerFactory | None = None,
         evaluator: NuScenesEvaluator | None = None,
         loss_norm: Literal["batch", "effective"] = "batch",
     ) -> None:

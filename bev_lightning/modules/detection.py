@@ -24,7 +24,7 @@ from bev_lightning.models.protocol import (
     RowParallel,
     SupportsPipeline,
 )
-from bev_lightning.modules.optimizer import AdamW
+from bev_lightning.modules.optimizer import OptimizerFactory, match_multipliers
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
 from bev_lightning.structures import Batch, Boxes3D, Inputs
 
@@ -39,7 +39,7 @@ class DetectionModule(L.LightningModule):
         loss: gives weighted scalars; the loss is their sum.
         inputs: the sensors that the network reads.
         classes: names in the order of the labels.
-        optim: the optimizer's recipe; None for a module that is only evaluated.
+        optim: builds the optimizer and its schedule; None for a module that is only evaluated.
         evaluator: scores predictions at the end of a validation; None leaves them unscored.
         loss_norm: what the losses of training are divided by: the boxes, peaks and pixels of each
             process's own ``batch``, as published, or those of the ``effective`` batch: all
@@ -61,7 +61,7 @@ class DetectionModule(L.LightningModule):
         loss: DetectionLoss,
         inputs: Inputs,
         classes: Sequence[str],
-        optim: AdamW | None = None,
+        optim: OptimizerFactory | None = None,
         evaluator: NuScenesEvaluator | None = None,
         loss_norm: Literal["batch", "effective"] = "batch",
     ) -> None:
@@ -213,6 +213,8 @@ class DetectionModule(L.LightningModule):
         optimizer, schedule = self.optim.build(
             self.named_parameters(), int(self.trainer.estimated_stepping_batches)
         )
+        if schedule is None:
+            return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -233,12 +235,12 @@ class DetectionModule(L.LightningModule):
             difference = count - progress[kind]["ready"]
             progress[kind] = {name: old + difference for name, old in progress[kind].items()}
 
-    def _freeze(self, optim: AdamW) -> list[nn.Module]:
+    def _freeze(self, optim: OptimizerFactory) -> list[nn.Module]:
         """Take the gradients off what has a learning rate of 0, here and not when the optimizer is
         built: DDP has looked at the parameters by then. Returns the modules all of which is frozen.
         """
         parameters = dict(self.named_parameters())
-        multipliers = optim.find_multipliers(list(parameters))
+        multipliers = match_multipliers(optim.multipliers, list(parameters))
         frozen = {parameters[name] for name, multiplier in multipliers.items() if multiplier == 0}
         for parameter in frozen:
             parameter.requires_grad_(False)

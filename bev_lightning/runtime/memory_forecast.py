@@ -165,7 +165,7 @@ def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
         largest = max(0, size + int(room // each))
     return Plan(
         batch,
-        batch.scale_lr(float(optim.lr), optim.scale_lr, optim.base_batch),
+        batch.scale_lr(float(optim.lr), optim.get("scale_lr"), optim.get("base_batch")),
         _num_samples(cfg),
         _layout(strategy, batch.num_processes),
         precision,

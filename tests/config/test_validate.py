@@ -118,7 +118,7 @@ def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence
         (["precision=16", "precision.loss_scale=0"], "precision.loss_scale=0 must be dynamic or a"),
         (["precision.tf32=yes_please"], "precision.tf32=yes_please must be true or false"),
         (["optim.lr=inf"], "optim.lr=inf must be a positive number"),
-        (["optim.start_factor=-1"], "optim.start_factor=-1 must be a number of at least 0"),
+        (["scheduler.start_factor=-1"], "scheduler.start_factor=-1 must be a number of at least 0"),
         (["optim.scale_lr=cubic"], "optim.scale_lr=cubic is unknown; use optim.scale_lr=linear"),
         (["optim.scale_lr=linear"], "scales from optim.base_batch=None, which must be a whole"),
         (["auto_batch=maybe"], "auto_batch=maybe must be true or false"),

@@ -18,7 +18,7 @@ from bev_lightning.models.bevformer_head import BEVFormerHead
 from bev_lightning.models.image import FPN, ResNet
 from bev_lightning.modules import bevformer
 from bev_lightning.modules.bevformer import BEVFormerModule
-from bev_lightning.modules.optimizer import AdamW
+from bev_lightning.modules.optimizer import OptimizerFactory
 from bev_lightning.structures import Batch, BevGrid, Boxes3D, CameraInput, Cameras, Inputs
 from bev_lightning.structures.geometry import make_transform
 
@@ -53,7 +53,9 @@ def make_module(motion: str = "can_bus", history: int = 2) -> BEVFormerModule:
         if "temporal" in name:  # the previous map shall count
             torch.nn.init.normal_(parameter, std=0.5)
     inputs = Inputs(camera=CameraInput((16, 24), ("CAM_FRONT", "CAM_BACK")), history=history)
-    return BEVFormerModule(network, SetPredictionLoss(), inputs, CLASSES, AdamW(lr=1e-3)).eval()
+    return BEVFormerModule(
+        network, SetPredictionLoss(), inputs, CLASSES, OptimizerFactory(torch.optim.AdamW, 1e-3)
+    ).eval()
 
 
 def make_frame(scene: str, number: int) -> Batch:

@@ -18,7 +18,7 @@ from bev_lightning.errors import InputError
 from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.modules.detection import DetectionModule, _portable
-from bev_lightning.modules.optimizer import AdamW
+from bev_lightning.modules.optimizer import OptimizerFactory, WarmupSchedule
 from bev_lightning.structures import Batch, BevGrid, Boxes3D, Inputs, LidarInput, Points
 
 RANGE = (-25.6, -25.6, -5.0, 25.6, 25.6, 3.0)
@@ -99,7 +99,8 @@ def make_module(head: str = "centre", **optim) -> DetectionModule:
         )
         criterion = BEVFusionLoss(TransFusionLoss())
     inputs = Inputs(lidar=LidarInput(RANGE))
-    return DetectionModule(network, criterion, inputs, CLASSES, AdamW(lr=1e-3, warmup=0.0, **optim))
+    factory = OptimizerFactory(torch.optim.AdamW, 1e-3, WarmupSchedule(warmup=0.0), **optim)
+    return DetectionModule(network, criterion, inputs, CLASSES, factory)
 
 
 def fit(module: DetectionModule, batches: list[Batch], val: list[Batch] | None = None) -> Record:

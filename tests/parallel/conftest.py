@@ -78,7 +78,7 @@ def reference(launch: Launch) -> Launch:
 
 # Far below the norm of the gradients of these models, and a rate that knows nothing of the length.
 CLIP = ["trainer.gradient_clip_val=0.5"]
-CONSTANT = ["optim.schedule=constant"]
+CONSTANT = ["scheduler=constant"]
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from bev_lightning.config.program import load, resolve
 from bev_lightning.hardware.machine import Machine
 
-TWO = ["hardware.devices=2", "trainer.gradient_clip_val=0.5", "optim.schedule=constant"]
+TWO = ["hardware.devices=2", "trainer.gradient_clip_val=0.5", "scheduler=constant"]
 FSDP = ["strategy=fsdp", *TWO]
 DDP = ["strategy=ddp", *TWO]
 ONE = ["strategy=single", *TWO[1:]]

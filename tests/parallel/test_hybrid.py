@@ -35,7 +35,7 @@ def train(launch, model: str, shape: tuple[int, int, int], schedule: str, **more
         f"strategy.schedule={schedule}",
         f"strategy.micro_batches={pipeline}",
         "trainer.gradient_clip_val=0.5",
-        "optim.schedule=constant",
+        "scheduler=constant",
         *more.pop("words", []),
     ]
     replica = [
@@ -88,7 +88,7 @@ def test_checkpoints_are_portable(tmp_path: Path, launch, reference, deviation) 
         (["strategy=single"], [0], 8),
         (["strategy=fsdp", "hardware.devices=2"], [0, 1], 4),
     ):
-        words += ["trainer.gradient_clip_val=0.5", "optim.schedule=constant"]
+        words += ["trainer.gradient_clip_val=0.5", "scheduler=constant"]
         seen = launch(
             "bevfusion",
             words,

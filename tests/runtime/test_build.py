@@ -1,10 +1,15 @@
 """Values that a constructor refuses leave as one sentence."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from bev_lightning.benchmarks.random_batches import make_batch
+from bev_lightning.config.compose import compose_job
 from bev_lightning.config.program import load, resolve
+from bev_lightning.config.validate import check
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.runtime.build import build_module, prepare_execution
@@ -14,12 +19,12 @@ from bev_lightning.runtime.build import build_module, prepare_execution
     ("word", "message"),
     [
         ("optim.lr=inf", "^optim.lr=inf must be a positive number"),
-        ("optim.start_factor=-1", "^optim.start_factor=-1 must be a number of at least 0"),
+        ("scheduler.start_factor=-1", "^scheduler.start_factor=-1 must be a number of at least 0"),
         ("loss_norm=mean", "^loss_norm=mean is unknown; use loss_norm=batch or effective"),
-        ("optim.warmup=2", "^optim.warmup=2 is a share of all steps"),
+        ("scheduler.warmup=2", "^scheduler.warmup=2 is a share of all steps"),
         ("model.inputs.camera.size=[96]", "under model.inputs.camera do not fit: .* height, width"),
         ("model.network.head.grid.cell=[1.7,1.6]", "model.network.head.grid do not fit: .*divide"),
-        ("optim.multipliers={foo:1}", "^optim.multipliers has foo, which fits no parameter"),
+        ("optim.multipliers={foo:1}", "^optim.multipliers has foo, which matches no parameter"),
     ],
 )
 def test_the_sentence_names_the_key(word: str, message: str) -> None:
@@ -52,3 +57,37 @@ def test_the_learning_rate_is_scaled_once() -> None:
     module = build_module(cfg)
     assert module.optim is not None and module.optim.lr == pytest.approx(1e-4)
     assert module.optim.scale_lr is None
+
+
+@pytest.mark.parametrize("optim", ["adamw_cosine", "adamw_onecycle"])
+def test_optimizer_and_schedule_are_built_from_their_groups(optim: str) -> None:
+    cfg = resolve(load("train", ["hardware=cpu", f"optim={optim}"]), Machine(num_cpus=2))
+    module = build_module(cfg)
+    assert module.optim is not None
+    optimizer, schedule = module.optim.build(module.named_parameters(), 10)
+    assert type(optimizer) is torch.optim.AdamW and isinstance(schedule, LambdaLR)
+    assert cfg.scheduler.shape == optim.removeprefix("adamw_")
+    # Tuples and names as in the checkpoints of earlier versions.
+    assert optimizer.defaults["betas"] == ((0.9, 0.999) if "cosine" in optim else (0.9, 0.99))
+    assert optimizer.defaults["fused"] and schedule.state_dict()["lr_lambdas"] == [None, None]
+
+
+def test_an_optimizer_and_a_schedule_of_torch_are_configured_by_their_target(
+    tmp_path: Path,
+) -> None:
+    files = {
+        "optim/sgd.yaml": "{_target_: torch.optim.SGD, _partial_: true, lr: 0.5, momentum: 0.9}",
+        "scheduler/step.yaml": "{_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, "
+        "step_size: 2}",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(content)
+    words = ["hardware=cpu", "optim=sgd", "scheduler=step"]
+    composed = compose_job("train", words, str(tmp_path)).cfg
+    check(composed)
+    module = build_module(resolve(composed, Machine(num_cpus=2)))
+    assert module.optim is not None
+    optimizer, schedule = module.optim.build(module.named_parameters(), 10)
+    assert type(optimizer) is torch.optim.SGD and isinstance(schedule, StepLR)
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
