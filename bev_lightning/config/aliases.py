@@ -16,6 +16,10 @@ KEYS = {
     "data/paste": "data/gt_sampling",
     "model.objective": "model.loss",
     "callbacks.watch": "callbacks.stragglers",
+    "optim.schedule": "scheduler.shape",
+    "optim.warmup": "scheduler.warmup",
+    "optim.start_factor": "scheduler.start_factor",
+    "optim.end_factor": "scheduler.end_factor",
 }
 # Modules whose classes and functions may stand in a `_target_`.
 MODULES = {
@@ -68,12 +72,16 @@ CLASSES = {
     "WholeFileIO": "AtomicCheckpointIO",
     "ZeroCopyLoader": "SharedMemoryLoader",
 }
+# Import paths that left this package.
+TARGETS = {"bev_lightning.modules.optimizer.AdamW": "torch.optim.AdamW"}
 _IMPORT_PATH = re.compile(r"\bbev_lightning(?:\.\w+)+")
 _OVERRIDE_KEY = re.compile(r"^([+~]*)([^=@]*)(.*)$", re.DOTALL)
 
 
 def rename_target(path: str) -> str:
     """The present import path of a class or function: ``bev_lightning.data.rig.Rig`` -> ..."""
+    if path in TARGETS:
+        return TARGETS[path]
     module, _, name = path.rpartition(".")
     if not module.startswith("bev_lightning"):
         return path
