@@ -192,7 +192,9 @@ def make_optimizer_factory(
         scheduler: ``_target_`` and arguments of a schedule.
     """
     rest = {key: tuple(v) if isinstance(v, list) else v for key, v in optim.items()}
-    own = {key: rest.pop(key, None) for key in ("lr", "multipliers", "scale_lr", "base_batch")}
+    own: dict[str, Any] = {
+        key: rest.pop(key, None) for key in ("lr", "multipliers", "scale_lr", "base_batch")
+    }
     try:
         optimizer = instantiate({**rest, "_partial_": True}, _convert_="all")
         schedule = None if scheduler is None else instantiate(dict(scheduler), _convert_="all")
