@@ -3,7 +3,8 @@ model=CHOICE [to=official]``."""
 
 from omegaconf import DictConfig
 
-from bev_lightning.config.program import entry, write_json
+from bev_lightning.config.program import entry
+from bev_lightning.config.run_directory import write_json
 
 # A network of ours stands in its module under this name.
 _NETWORK = "network."

@@ -2,7 +2,8 @@
 
 from omegaconf import DictConfig
 
-from bev_lightning.config.program import entry, write_json
+from bev_lightning.config.program import entry
+from bev_lightning.config.run_directory import write_json
 
 
 @entry("evaluate")

@@ -8,7 +8,8 @@ again, it goes on where it was.
 
 from omegaconf import DictConfig
 
-from bev_lightning.config.program import entry, write_json
+from bev_lightning.config.program import entry
+from bev_lightning.config.run_directory import write_json
 
 
 @entry("prepare")

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from bev_lightning.config.program import entry, write_json
+from bev_lightning.config.program import entry
+from bev_lightning.config.run_directory import write_json
 
 if TYPE_CHECKING:
     import lightning as L

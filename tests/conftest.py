@@ -12,7 +12,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Points
 from bev_lightning.structures.geometry import make_transform
@@ -82,7 +82,7 @@ def make_module() -> Callable[..., DetectionModule]:
     """``make_module(name, *words)``: a model with weights that depend on nothing but its name."""
 
     def make(name: str, *words: str, **arguments: Any) -> DetectionModule:
-        cfg = load("train", [*WORDS[name], *words])
+        cfg = load_config("train", [*WORDS[name], *words])
         node = OmegaConf.to_container(cfg.model, resolve=True)
         assert isinstance(node, dict)
         node["evaluator"] = None

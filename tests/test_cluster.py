@@ -173,7 +173,7 @@ def test_four_machines_lose_a_process_and_go_on(machines: Path, tmp_path: Path) 
     whole = train_on_four(tmp_path / "whole", machines, words, kill=False)
     killed = train_on_four(tmp_path / "killed", machines, words, kill=True)
     log = (tmp_path / "killed" / "log.txt").read_text()
-    assert "process 2 (pid " in log and "resume=auto: going on from" in log
+    assert "process 2 (pid " in log and "resume=auto: continuing from" in log
     one, other = (
         torch.load(run / "checkpoints" / "last.ckpt", weights_only=True) for run in (whole, killed)
     )

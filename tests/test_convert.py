@@ -15,8 +15,7 @@ from torch import Tensor
 
 from bev_lightning import convert
 from bev_lightning.checkpointing.weights import read_state
-from bev_lightning.config.compose import compose_job, read_overrides
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import compose_job, load_config, read_overrides
 from bev_lightning.errors import InputError
 from bev_lightning.runtime.build import (
     build_module,
@@ -76,7 +75,7 @@ def run(
 @pytest.fixture(scope="module")
 def own() -> dict[str, Tensor]:
     """Seeded weights of the small model, by our names."""
-    state = build_module(load("convert", SMALL)).state_dict()
+    state = build_module(load_config("convert", SMALL)).state_dict()
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(value.shape, generator=generator)
@@ -115,11 +114,11 @@ def test_there_and_back(run: Convert, own: dict[str, Tensor], tmp_path: Path) ->
     assert read_overrides(path) == SMALL[1:]
     cfg = compose_job("evaluate", ["hardware=cpu", f"ckpt={path}"]).cfg
     assert cfg.model.network.camera.backbone.width == 8
-    module = build_module(load("evaluate", [f"ckpt={path}", "hardware=cpu"]))
+    module = build_module(load_config("evaluate", [f"ckpt={path}", "hardware=cpu"]))
     load_weights(module, path)
     assert module.state_dict()["network.fuser.0.weight"].equal(own["network.fuser.0.weight"])
     assert read_trained_inputs(path)["lidar"]["sweeps"] == 9
-    fewer = load("evaluate", [f"ckpt={path}", "hardware=cpu", "model.inputs.lidar.sweeps=3"])
+    fewer = load_config("evaluate", [f"ckpt={path}", "hardware=cpu", "model.inputs.lidar.sweeps=3"])
     with pytest.warns(UserWarning, match="trained with model.inputs.lidar.sweeps=9 but read 3"):
         load_weights(build_module(fewer), path)
 
@@ -147,7 +146,7 @@ def test_a_missing_weight_is_refused_and_named(
     path = place / "weights.safetensors"
     # The port's boxes have their true height.
     assert read_overrides(path)[-1] == "model.network.head.height_shift=0"
-    module = build_module(load("train", SMALL))
+    module = build_module(load_config("train", SMALL))
     names = load_matching_weights(module, path)
     assert names["missing"] == ["network.neck.deblocks.1.0.weight"]
     assert len(names["loaded"]) == len(own) - 1

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from bev_lightning.benchmarks.random_batches import make_batch
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 from bev_lightning.hardware.compilation import compile_network
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.ops.backend import use_reference
@@ -49,7 +49,7 @@ class Record(L.Callback):
 
 
 def make_module(name: str, *words: str) -> DetectionModule:
-    cfg = load("train", [f"model={name}", "optim.lr=5e-4", *words])
+    cfg = load_config("train", [f"model={name}", "optim.lr=5e-4", *words])
     model = OmegaConf.to_container(cfg.model, resolve=True)
     model["evaluator"] = None
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bev_lightning.benchmarks.random_batches import make_batch
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 from bev_lightning.losses import matching
 from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
 from bev_lightning.models.heads import TransFusionHead
@@ -67,7 +67,7 @@ def find_waits(name: str, head: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
     monkeypatch.setattr(matching, "solve", lambda cost, box: None)
     monkeypatch.setattr(torch.cuda, "Event", Mock)
     model = OmegaConf.to_container(
-        load("train", [f"model={name}", "hardware=cpu"]).model, resolve=True
+        load_config("train", [f"model={name}", "hardware=cpu"]).model, resolve=True
     )
     model["evaluator"] = None
     inputs = instantiate(model["inputs"], _convert_="all")

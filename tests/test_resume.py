@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bev_lightning.config.program import load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.modules.detection import DetectionModule
@@ -86,7 +87,7 @@ def whole(folder: Path) -> Path:
 
 
 def module_of(*words: str) -> DetectionModule:
-    return build_module(resolve(load("train", [*MODEL, "hardware=cpu", *words]), Machine()))
+    return build_module(resolve(load_config("train", [*MODEL, "hardware=cpu", *words]), Machine()))
 
 
 def test_resume_alone_goes_on_with_the_same_run(whole: Path) -> None:
@@ -265,7 +266,7 @@ def test_a_signal_saves_and_stops(
     monkeypatch.setattr(sys, "argv", ["train", *sys_argv])
     main()
     assert set(Path("outputs/train").glob("*")) == before  # in the same directory
-    assert "resume=auto: going on from outputs/train" in capsys.readouterr().out
+    assert "resume=auto: continuing from outputs/train" in capsys.readouterr().out
     assert score_of(run)["steps"] == 3 and not (run / "stopped.json").exists()
     one, other = (
         torch.load(place / "last.ckpt", weights_only=True)["state_dict"]

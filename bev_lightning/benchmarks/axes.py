@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from bev_lightning.benchmarks.report import Row, with_ratios
-from bev_lightning.config.auto_batch import with_values
+from bev_lightning.config.auto_batch import replace_values
 from bev_lightning.hardware.machine import Machine, detect_machine
 
 
@@ -85,7 +85,7 @@ def _train(words: Sequence[str], combination: dict[str, str], steps: int, folder
         "trainer.enable_progress_bar": "false",
         "hydra.run.dir": str(folder),
     }
-    command = [sys.executable, "-m", "bev_lightning.train", *with_values(words, values)]
+    command = [sys.executable, "-m", "bev_lightning.train", *replace_values(words, values)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     name = " ".join(f"{key}={value}" for key, value in combination.items())

@@ -43,14 +43,14 @@ def _compare(words: list[str]) -> tuple[float, float, float]:
 
     from bev_lightning.benchmarks.random_batches import make_batch
     from bev_lightning.benchmarks.timing import peak_extra_mib
-    from bev_lightning.config.program import load
+    from bev_lightning.config.compose import load_config
     from bev_lightning.config.resolve import resolve
     from bev_lightning.hardware.machine import detect_machine
     from bev_lightning.runtime.build import build_module
     from bev_lightning.runtime.fake_step import Case, measure_cases, tensors_of
 
     torch.set_num_threads(1)
-    cfg = resolve(load("train", [*words, "hardware=cpu"]), detect_machine())
+    cfg = resolve(load_config("train", [*words, "hardware=cpu"]), detect_machine())
     size = int(cfg.data.batch_size)
     (peak,) = measure_cases(cfg, [Case(size, "32-true")])
     module = build_module(cfg).train()

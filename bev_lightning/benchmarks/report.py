@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bev_lightning.config.program import write_json
+from bev_lightning.config.run_directory import write_json
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def rename_targets(cfg: Any) -> dict[str, str]:
         the former paths that were found, with their replacements.
     """
     renamed: dict[str, str] = {}
-    if isinstance(cfg, DictConfig) and not cfg._is_none() and not cfg._is_missing():
+    if isinstance(cfg, DictConfig):
         for key in map(str, cfg):
             if OmegaConf.is_missing(cfg, key) or OmegaConf.is_interpolation(cfg, key):
                 continue
@@ -142,7 +142,7 @@ def rename_targets(cfg: Any) -> dict[str, str]:
                     cfg[key] = path
             else:
                 renamed |= rename_targets(value)
-    elif isinstance(cfg, ListConfig) and not cfg._is_none() and not cfg._is_missing():
+    elif isinstance(cfg, ListConfig):
         for index in range(len(cfg)):
             if not OmegaConf.is_interpolation(cfg, index):
                 renamed |= rename_targets(cfg[index])

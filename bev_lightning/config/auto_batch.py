@@ -1,4 +1,4 @@
-"""The largest micro-step that fits: trainings of two steps, each in a process of its own."""
+"""Finds the largest micro-step that fits, by trainings of two steps in their own processes."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.batch_plan import BatchPlan
 
-# What a trial says anew; after two steps gradients and the optimizer's state are there.
+# Overrides of a trial; after two steps gradients and the optimizer's state exist.
 _TRIAL = {
     "auto_batch": "false",
     "trainer.accumulate_grad_batches": "1",
@@ -22,26 +22,28 @@ _TRIAL = {
 }
 
 
-def find_batch(words: Sequence[str], plan: BatchPlan, limit_gib: float | None = None) -> list[str]:
-    """Words for the largest micro-step that fits, with the effective batch of the plan.
+def find_batch(
+    overrides: Sequence[str], plan: BatchPlan, limit_gib: float | None = None
+) -> list[str]:
+    """Overrides for the largest micro-step that fits, with the effective batch of the plan.
 
     Args:
-        words: of the training.
-        plan: its batch as the words have it.
+        overrides: of the training.
+        plan: its batch as configured.
         limit_gib: memory that a process may take; None for what the device has.
 
     Raises:
         InputError: not even single samples fit, or a trial fails for another reason.
     """
     for trial in plan.split():
-        peak_mib = try_batch(words, trial)
+        peak_mib = try_batch(overrides, trial)
         fits = peak_mib is not None and (limit_gib is None or peak_mib / 1024 <= limit_gib)
-        told = "out of memory" if peak_mib is None else f"{peak_mib / 1024:.2f} GiB"
-        print(f"auto_batch: data.batch_size={trial.batch_size} takes {told}", flush=True)
+        measured = "out of memory" if peak_mib is None else f"{peak_mib / 1024:.2f} GiB"
+        print(f"auto_batch: data.batch_size={trial.batch_size} takes {measured}", flush=True)
         if fits:
             print(f"auto_batch: {trial}", flush=True)
-            return with_values(
-                words,
+            return replace_values(
+                overrides,
                 {
                     "auto_batch": "false",
                     "data.batch_size": str(trial.batch_size),
@@ -54,20 +56,25 @@ def find_batch(words: Sequence[str], plan: BatchPlan, limit_gib: float | None = 
     )
 
 
-def try_batch(words: Sequence[str], plan: BatchPlan) -> float | None:
+def try_batch(overrides: Sequence[str], plan: BatchPlan) -> float | None:
     """Peak memory of two steps in a fresh process [MiB]; None where it ran out."""
     with tempfile.TemporaryDirectory(prefix="auto_batch_") as folder:
         values = {**_TRIAL, "data.batch_size": str(plan.batch_size), "hydra.run.dir": folder}
-        command = [sys.executable, "-m", "bev_lightning.train", *with_values(words, values)]
+        command = [
+            sys.executable,
+            "-m",
+            "bev_lightning.train",
+            *replace_values(overrides, values),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         try:
             score = json.loads((Path(folder) / "score.json").read_text())
         except (OSError, ValueError):
             score = {}
-    if score.get("status") == "out_of_memory" or done.returncode == -9:  # the kernel's own killer
+    if score.get("status") == "out_of_memory" or done.returncode == -9:  # killed by the kernel
         return None
     if done.returncode != 0 or "peak_mib" not in score:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise InputError(
             f"auto_batch=true tried data.batch_size={plan.batch_size} and the training failed: "
             f"{last.removeprefix('bev_lightning.train: ')}"
@@ -75,7 +82,7 @@ def try_batch(words: Sequence[str], plan: BatchPlan) -> float | None:
     return float(score["peak_mib"])
 
 
-def with_values(words: Sequence[str], values: dict[str, str]) -> list[str]:
-    """The words with some keys said anew."""
-    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in values]
+def replace_values(overrides: Sequence[str], values: dict[str, str]) -> list[str]:
+    """The overrides with new values for some keys."""
+    kept = [one for one in overrides if one.partition("=")[0].lstrip("+") not in values]
     return [*kept, *(f"{key}={value}" for key, value in values.items())]

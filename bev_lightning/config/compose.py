@@ -1,4 +1,4 @@
-"""From words on a command line to composed configurations, and from Hydra's errors to sentences."""
+"""Composes configurations from command-line overrides, and explains Hydra's errors."""
 
 import difflib
 import json
@@ -10,33 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from bev_lightning.config.aliases import rename_overrides, rename_targets
 from bev_lightning.errors import InputError
+from bev_lightning.private_apis import split_sweep
 
 VERSION_BASE = "1.3"
 # ${count:${data.classes}} in conf/: the length of a list.
 OmegaConf.register_new_resolver("count", len, replace=True)
-_REFUSALS = (HydraException, OmegaConfBaseException, ValueError)
+_HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 # Groups whose choices look like numbers, which Hydra refuses as the name of a choice.
 _NUMBERED_GROUPS = ("precision", "accumulation")
 _BARE_NUMBER = re.compile(r"(?<![\w.'\"-])\d+(?![\w.'\"-])")
-# What a checkpoint's own words may say about a later run is its model and data; these belong to the
-# machine and to the training.
+# A checkpoint's overrides of its model and data also hold for later evaluations; these, of the
+# machine and the training, do not.
 _TRAINING_ONLY = re.compile(
     r"(trainer|hardware|cluster|precision|accumulation|strategy|loader|callbacks|logger|debug|sweep|paths|hydra"
     r"|local|ckpt|init_from|resume|source|to|names|strict)([./@]|$)"
 )
-# A training that is resumed keeps all of its words but where it ran and what it began with.
+# A resumed training keeps all of its overrides but those of its directory and its first weights.
 ONE_RUN_ONLY = re.compile(r"(paths|hydra|sweep|init_from|resume)([./@]|$)")
-# The axes of the machine, and the key that each of them writes for the training.
-_AXES = {
+# Config groups of the machine, with the key that each sets for the training.
+_MACHINE_GROUPS = {
     "hardware": "trainer.accelerator",
     "precision": "trainer.precision",
     "accumulation": "trainer.accumulate_grad_batches",
@@ -46,7 +46,7 @@ _AXES = {
 
 @dataclass(frozen=True)
 class Job:
-    """One run to come: the words it is composed from, and the configuration with its hydra node."""
+    """A composed run: its overrides, and its configuration with the ``hydra`` node."""
 
     overrides: list[str]
     cfg: DictConfig
@@ -58,16 +58,32 @@ def config_dir() -> Path:
     return package / "conf" if (package / "conf").is_dir() else package.parent / "conf"
 
 
+def load_config(verb: str, overrides: Sequence[str] = ()) -> DictConfig:
+    """The configuration of a verb, composed as on the command line but without a run directory.
+
+    Args:
+        verb: ``train``, ``evaluate``, ``predict``, ``prepare``, ``convert``, ``plan`` or ``bench``.
+        overrides: such as ``hardware=cpu`` and ``precision=16``.
+
+    Raises:
+        InputError: one sentence for an unknown key, an unknown choice or an unreadable override.
+    """
+    cfg = compose_job(verb, overrides).cfg
+    with open_dict(cfg):
+        cfg.pop("hydra", None)
+    return cfg
+
+
 def quote_choices(argv: Sequence[str]) -> list[str]:
     """``precision=16`` -> ``precision='16'``, also in lists, behind ``+`` or ``++`` and with ``@``.
 
     Hydra reads a bare number as an integer and refuses it as the name of a choice; only the groups
-    whose choices are numbers are touched. ``data.root=~/x``, which no shell and not Hydra expands,
-    becomes the path that it means.
+    whose choices are numbers are touched. ``~/`` at the start of a value becomes the home
+    directory, which neither the shell nor Hydra expands there.
     """
     quoted = []
-    for word in argv:
-        key, equals, value = word.partition("=")
+    for argument in argv:
+        key, equals, value = argument.partition("=")
         if equals and key.lstrip("+~").partition("@")[0] in _NUMBERED_GROUPS:
             value = _BARE_NUMBER.sub(lambda number: f"'{number.group()}'", value)
         if value.startswith("~/"):
@@ -77,53 +93,54 @@ def quote_choices(argv: Sequence[str]) -> list[str]:
 
 
 def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = None) -> Job:
-    """Compose one run; a ``ckpt``, or the ``source`` of a conversion, brings the words its model
-    was trained with, below ``overrides``, and ``resume`` all words of its run.
+    """Compose one run.
+
+    ``ckpt``, or the ``source`` of a conversion, adds the overrides of its model and data below
+    ``overrides``; ``resume`` adds all overrides of its run.
 
     Raises:
         InputError: one sentence for whatever Hydra refuses.
     """
-    words = rename_overrides(quote_choices(overrides))
-    cfg = _compose(verb, words, extra_dir)
+    overrides = rename_overrides(quote_choices(overrides))
+    cfg = _compose(verb, overrides, extra_dir)
     resume = OmegaConf.select(cfg, "resume")
     ckpt = resume or OmegaConf.select(cfg, "ckpt") or OmegaConf.select(cfg, "source")
     if ckpt and Path(str(ckpt)).is_file():
         stored = read_overrides(Path(str(ckpt)))
-        kept = merge_overrides(stored, words, resumes=bool(resume))
-        kept = kept[: len(kept) - len(words)]
-        if not resume and any(key_of(word) == "experiment" for word in kept):
-            # It names the machine of the training too.
-            kept += _say_axes(cfg, words)
-        words = [*kept, *words]
-        cfg = _compose(verb, words, extra_dir)
-    return Job(words, cfg)
+        kept = merge_overrides(stored, overrides, resumes=bool(resume))
+        kept = kept[: len(kept) - len(overrides)]
+        if not resume and any(key_of(override) == "experiment" for override in kept):
+            # An experiment also sets the machine of the training.
+            kept += _keep_machine(cfg, overrides)
+        overrides = [*kept, *overrides]
+        cfg = _compose(verb, overrides, extra_dir)
+    return Job(overrides, cfg)
 
 
 def compose_jobs(
     verb: str, overrides: Sequence[str], multirun: bool, extra_dir: str | None = None
 ) -> tuple[bool, list[Job]]:
-    """Every run that the words ask for; the flag says whether they are a sweep.
+    """Compose the run, or every run of a sweep; the flag is true for a sweep.
 
     Raises:
         InputError: one sentence for whatever Hydra refuses.
     """
-    words = rename_overrides(quote_choices(overrides))
+    overrides = rename_overrides(quote_choices(overrides))
     with _hydra(extra_dir):
-        parsed = _parse(words)
+        parsed = _parse(overrides)
         first = [
-            f"{override.get_key_element()}={next(iter(override.sweep_string_iterator()))}"
-            if override.is_discrete_sweep()
-            else word
-            for override, word in zip(parsed, words, strict=True)
+            f"{one.get_key_element()}={next(iter(one.sweep_string_iterator()))}"
+            if one.is_discrete_sweep()
+            else override
+            for one, override in zip(parsed, overrides, strict=True)
         ]
-        is_sweep = any(override.is_sweep_override() for override in parsed)
-    if is_sweep and not multirun:
-        # A sweep without -m may still come from a sweep group; otherwise it is a slip.
+    sweeps = [o for o, one in zip(overrides, parsed, strict=True) if one.is_sweep_override()]
+    if sweeps and not multirun:
+        # A sweep without -m may still come from a sweep group; otherwise it is a mistake.
         base = _compose(verb, first, extra_dir)
         if _mode(base) != "MULTIRUN":
-            word = next(w for w, o in zip(words, parsed, strict=True) if o.is_sweep_override())
             raise InputError(
-                f"{word} gives several values; put -m in front of it to run one job for each"
+                f"{sweeps[0]} gives several values; put -m in front of it to run one job for each"
             )
     job = compose_job(verb, first, extra_dir)
     if not multirun and _mode(job.cfg) != "MULTIRUN":
@@ -133,38 +150,38 @@ def compose_jobs(
     if not str(sweeper["_target_"]).endswith(".BasicSweeper"):
         return True, [job]  # it chooses its jobs as it goes; the first values stand for them
     with _hydra(extra_dir):
-        split = BasicSweeper.split_arguments(_parse(quote_choices(params + words)), None)[0]
-    return True, [compose_job(verb, words, extra_dir) for words in split]
+        split = split_sweep(_parse(rename_overrides(quote_choices(params + overrides))))
+    return True, [compose_job(verb, one, extra_dir) for one in split]
 
 
 def merge_overrides(
     stored: Sequence[str], given: Sequence[str], resumes: bool = False
 ) -> list[str]:
-    """A checkpoint's words that concern its model and data, then the command line's, which win.
+    """A checkpoint's overrides of model and data, then the command line's, which take precedence.
 
     Args:
-        resumes: keep the words of the training too.
+        resumes: keep the overrides of the training too.
     """
-    keys = {key_of(word) for word in given}
+    keys = {key_of(override) for override in given}
     groups = {key for key in keys if "." not in key}
-    keys |= {written for group, written in _AXES.items() if group in groups}
-    left_out = ONE_RUN_ONLY if resumes else _TRAINING_ONLY
+    keys |= {written for group, written in _MACHINE_GROUPS.items() if group in groups}
+    dropped = ONE_RUN_ONLY if resumes else _TRAINING_ONLY
     kept = [
-        word
-        for word in stored
-        if not left_out.match(key_of(word))
-        and key_of(word) not in keys
-        and key_of(word).partition(".")[0] not in groups
+        override
+        for override in stored
+        if not dropped.match(key_of(override))
+        and key_of(override) not in keys
+        and key_of(override).partition(".")[0] not in groups
     ]
     return [*kept, *given]
 
 
 def read_overrides(checkpoint: Path) -> list[str]:
-    """The words a checkpoint's run was composed from; none for a file of other origin.
+    """The overrides of a checkpoint's run, under present names; none for a file of other origin.
 
     Executes nothing that the file holds, and leaves its tensors on the disk.
     """
-    # Late, for it takes seconds: only runs that load the checkpoint anyway come here.
+    # Imports torch, which takes seconds: only runs that load the checkpoint anyway come here.
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -172,9 +189,10 @@ def read_overrides(checkpoint: Path) -> list[str]:
         if checkpoint.suffix == ".safetensors":
             with safe_open(checkpoint, framework="pt") as file:
                 stored = json.loads(file.metadata()["overrides"])
-                return rename_overrides([str(word) for word in stored])
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        return rename_overrides([str(word) for word in content["bev_lightning"]["overrides"]])
+        else:
+            content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+            stored = content["bev_lightning"]["overrides"]
+        return rename_overrides([str(override) for override in stored])
     except (
         pickle.UnpicklingError,
         SafetensorError,
@@ -187,20 +205,29 @@ def read_overrides(checkpoint: Path) -> list[str]:
         return []
 
 
-def _say_axes(cfg: DictConfig, words: Sequence[str]) -> list[str]:
-    """Words for the machine's axes as a composition has them, but those that ``words`` give."""
-    given = {key_of(word) for word in words}
+def key_of(override: str) -> str:
+    """The key that an override sets."""
+    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+
+
+def _keep_machine(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Overrides for the machine's groups as composed, except those already in ``overrides``."""
+    given = {key_of(override) for override in overrides}
     choices = OmegaConf.select(cfg, "hydra.runtime.choices") or {}
-    said = [f"{axis}={choices[axis]}" for axis in _AXES if axis in choices and axis not in given]
+    kept = [
+        f"{group}={choices[group]}"
+        for group in _MACHINE_GROUPS
+        if group in choices and group not in given
+    ]
     for key in ("hardware.nodes", "hardware.devices"):
         value = OmegaConf.select(cfg, key)
         if value is not None and key not in given:
-            said.append(f"{key}={value}")
-    return quote_choices(said)
+            kept.append(f"{key}={value}")
+    return quote_choices(kept)
 
 
 class _hydra:
-    """Hydra with our conf/ for the length of a block; its refusals leave as InputError."""
+    """Context in which Hydra composes from conf/."""
 
     def __init__(self, extra_dir: str | None) -> None:
         if extra_dir is not None and not Path(extra_dir).is_dir():
@@ -216,24 +243,24 @@ class _hydra:
         self._context.__exit__(*error)
 
 
-def _compose(verb: str, words: list[str], extra_dir: str | None) -> DictConfig:
+def _compose(verb: str, overrides: list[str], extra_dir: str | None) -> DictConfig:
     extra = (
         [] if extra_dir is None else [f"hydra.searchpath=['file://{Path(extra_dir).resolve()}']"]
     )
     with _hydra(extra_dir):
-        _parse(words)
+        _parse(overrides)
         try:
-            cfg = compose(verb, overrides=[*extra, *words], return_hydra_config=True)
-            rename_targets(cfg)
-            return cfg
-        except _REFUSALS as error:
-            raise InputError(_explain(error, verb, words)) from None
+            cfg = compose(verb, overrides=[*extra, *overrides], return_hydra_config=True)
+        except _HYDRA_ERRORS as error:
+            raise InputError(_explain(error, verb, overrides)) from None
+    rename_targets(cfg)
+    return cfg
 
 
-def _parse(words: Sequence[str]) -> list[Any]:
+def _parse(overrides: Sequence[str]) -> list[Any]:
     loader = GlobalHydra.instance().config_loader()
     try:
-        return list(OverridesParser.create(config_loader=loader).parse_overrides(list(words)))
+        return list(OverridesParser.create(config_loader=loader).parse_overrides(list(overrides)))
     except OverrideParseException as error:
         reason = str(error).splitlines()[0]
         raise InputError(
@@ -247,46 +274,47 @@ def _mode(cfg: DictConfig) -> str:
     return "RUN" if mode is None else str(getattr(mode, "name", mode))
 
 
-def key_of(word: str) -> str:
-    """What a word of a command line sets."""
-    return word.partition("=")[0].lstrip("+~").partition("@")[0]
-
-
-def _explain(error: Exception, verb: str, words: list[str]) -> str:
+def _explain(error: Exception, verb: str, overrides: list[str]) -> str:
     """One sentence for a composition that failed: what was given, and what is possible."""
     loader = GlobalHydra.instance().config_loader()
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         choices = sorted(option for option in error.options if not option.startswith("_"))
-        said = f"{group}={choice} does not exist; {group} is one of {', '.join(choices)}"
+        sentence = f"{group}={choice} does not exist; {group} is one of {', '.join(choices)}"
         if group == "accumulation":
-            said += "; any other number is trainer.accumulate_grad_batches=N"
-        return said
+            sentence += "; any other number is trainer.accumulate_grad_batches=N"
+        return sentence
     groups = [group for group in loader.list_groups("") if group != "hydra"]
-    plain = f"the configuration does not compose: {' '.join(str(error).split())}"
+    unexplained = f"the configuration does not compose: {' '.join(str(error).split())}"
     try:
-        known = compose(verb, overrides=[word for word in words if key_of(word) in groups])
-    except _REFUSALS:
+        known = compose(verb, overrides=[one for one in overrides if key_of(one) in groups])
+    except _HYDRA_ERRORS:
         try:
             known = compose(verb)
-        except _REFUSALS:
-            return plain
+        except _HYDRA_ERRORS:
+            return unexplained
     keys = _flatten(known)
     taken = [
         group
         for group in groups
         if OmegaConf.select(known, group) is not None or group in _optional(verb)
     ]
-    for word in words:
-        key = key_of(word)
-        if word.startswith("+") or key.startswith("hydra") or key in taken or key in keys:
+    for override in overrides:
+        key = key_of(override)
+        # A group within a group, such as data/gt_sampling.
+        nested = "/" in key and (config_dir() / key).is_dir()
+        if override.startswith("+") or key.startswith("hydra") or nested:
             continue
-        meant = _similar(key, [*taken, *keys])
+        if key in taken or key in keys:
+            continue
+        similar = _similar(key, [*taken, *keys])
         hint = (
-            f"did you mean {' or '.join(meant)}?" if meant else "--cfg job lists the keys there are"
+            f"did you mean {' or '.join(similar)}?"
+            if similar
+            else "--cfg job lists the keys there are"
         )
-        return f"{word} names no key of {verb}; {hint}"
-    return plain
+        return f"{override} names no key of {verb}; {hint}"
+    return unexplained
 
 
 def _optional(verb: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""``resume=auto``: which run a training goes on with, and from which of its checkpoints."""
+"""Finds the run and the checkpoint for ``resume=auto``."""
 
 import json
 import zipfile
@@ -11,70 +11,74 @@ from bev_lightning.config.aliases import rename_overrides
 from bev_lightning.config.compose import ONE_RUN_ONLY, Job, compose_job, key_of
 
 
-def settle_resume(
+def find_resume(
     verb: str, job: Job, extra_dir: str | None = None, run_dir: Path | None = None
 ) -> tuple[Job, str]:
-    """A job with the file in the place of ``resume=auto``, or without a resume where there is none.
+    """The job with a checkpoint for ``resume=auto``, or without ``resume`` if there is none.
 
-    The run is that of the directory that ``hydra.run.dir`` names. Without the word it is the
-    newest with the same words, which goes on in its directory.
+    Looks in the directory that ``hydra.run.dir`` names. If that is not set, takes the newest run
+    with the same overrides and continues in its directory.
 
     Args:
         job: of a single run.
-        run_dir: where to look first, unless ``hydra.run.dir`` is given.
+        run_dir: searched first, unless ``hydra.run.dir`` is set.
 
     Returns:
-        the job, and one sentence about what was found.
+        the job, and a message about what was found.
     """
-    # Late, for it brings torch: only runs that load a checkpoint anyway come here.
+    # Imports torch, so it stays here: only runs that load a checkpoint anyway come this far.
     from bev_lightning.callbacks.checkpoint import step_of
 
-    words = [word for word in job.overrides if key_of(word) != "resume"]
-    given = any(key_of(word) == "hydra.run.dir" for word in words)
+    overrides = [override for override in job.overrides if key_of(override) != "resume"]
+    given = any(key_of(override) == "hydra.run.dir" for override in overrides)
     if given:
         runs = [Path(str(OmegaConf.select(job.cfg, "hydra.run.dir")))]
         nothing = f"{runs[0]} has no checkpoint yet"
     else:
         runs = [run_dir] if run_dir is not None else []
-        runs += find_runs(Path(str(job.cfg.paths.output)) / verb, words)
-        nothing = "no run with these words has a checkpoint yet"
+        runs += find_runs(Path(str(job.cfg.paths.output)) / verb, overrides)
+        nothing = "no run with these overrides has a checkpoint yet"
     damaged: list[Path] = []
     for run in runs:
         checkpoint = find_checkpoint(run / "checkpoints", damaged)
         if checkpoint is None:
             continue
-        found = f"going on from {checkpoint} (optimizer step {step_of(checkpoint)})"
-        place = [] if given else [f'hydra.run.dir="{run}"']
-        words = [word for word in words if key_of(word) != "init_from"]  # that was its beginning
-        job = compose_job(verb, [*words, *place, f'resume="{checkpoint}"'], extra_dir)
-        return job, f"resume=auto: {found}{_tell(damaged)}"
-    job = compose_job(verb, words, extra_dir)
-    return job, f"resume=auto: {nothing}, so a new training begins{_tell(damaged)}"
+        found = f"continuing from {checkpoint} (optimizer step {step_of(checkpoint)})"
+        same_run = [] if given else [f'hydra.run.dir="{run}"']
+        # The resumed run has loaded it already.
+        overrides = [override for override in overrides if key_of(override) != "init_from"]
+        overrides = [*overrides, *same_run, f'resume="{checkpoint}"']
+        job = compose_job(verb, overrides, extra_dir)
+        return job, f"resume=auto: {found}{_list_damaged(damaged)}"
+    job = compose_job(verb, overrides, extra_dir)
+    return job, f"resume=auto: {nothing}, starting a new training{_list_damaged(damaged)}"
 
 
-def find_runs(folder: Path, words: Sequence[str]) -> list[Path]:
-    """Run directories that were started with the same words, the newest first; what names a place
-    or a beginning does not count."""
-    wanted = _essence(words)
+def find_runs(folder: Path, overrides: Sequence[str]) -> list[Path]:
+    """Run directories that were started with the same overrides, the newest first.
+
+    Overrides of paths and of the first weights do not count.
+    """
+    wanted = _comparable(overrides)
     found = []
     for description in folder.glob("*/run.json"):
         try:
-            told = json.loads(description.read_text())
-            if _essence(told["overrides"]) == wanted:
-                found.append((str(told["started"]), description.parent))
+            run = json.loads(description.read_text())
+            if _comparable(run["overrides"]) == wanted:
+                found.append((str(run["started"]), description.parent))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # of another program, or half written
     return [run for _, run in sorted(found, reverse=True)]
 
 
 def find_checkpoint(folder: Path, damaged: list[Path] | None = None) -> Path | None:
-    """The newest whole checkpoint of a folder.
+    """The newest undamaged checkpoint of a folder.
 
-    Every byte is read and compared with the file's own check sums: torch would load a file with
+    Reads every byte and compares it with the file's check sums: torch would load a file with
     pages that never reached the disk.
 
     Args:
-        damaged: newer files that are not whole are added to it.
+        damaged: receives newer files that are damaged.
     """
     from bev_lightning.callbacks.checkpoint import list_steps
 
@@ -90,9 +94,10 @@ def find_checkpoint(folder: Path, damaged: list[Path] | None = None) -> Path | N
     return None
 
 
-def _essence(words: Sequence[str]) -> list[str]:
-    return sorted(word for word in rename_overrides(words) if not ONE_RUN_ONLY.match(key_of(word)))
+def _comparable(overrides: Sequence[str]) -> list[str]:
+    renamed = rename_overrides(overrides)
+    return sorted(override for override in renamed if not ONE_RUN_ONLY.match(key_of(override)))
 
 
-def _tell(damaged: Sequence[Path]) -> str:
-    return f"; left out as damaged: {', '.join(map(str, damaged))}" if damaged else ""
+def _list_damaged(damaged: Sequence[Path]) -> str:
+    return f"; skipped as damaged: {', '.join(map(str, damaged))}" if damaged else ""

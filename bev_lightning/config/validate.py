@@ -63,7 +63,7 @@ _STILL: dict[str, Any] = {
 }
 
 
-def check(cfg: DictConfig) -> None:
+def check_config(cfg: DictConfig) -> None:
     """Refuse a configuration that cannot mean what it says; knows nothing of any machine.
 
     Raises:

@@ -1,6 +1,5 @@
 """Launcher detection, and values shared through a store before the process group exists."""
 
-import atexit
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bev_lightning.errors import InputError
+from bev_lightning.private_apis import run_exit_functions
 
 _STORE_TIMEOUT_S = 600
 _PREFIX = "bev_lightning"
@@ -180,7 +180,7 @@ def exit_distributed(exit_code: int) -> None:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
-    atexit._run_exitfuncs()
+    run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from bev_lightning.benchmarks import axes
 from bev_lightning.benchmarks.axes import choose_precisions, measure_axes, measure_scaling
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 from bev_lightning.hardware.machine import Machine
 
 SPEEDS = {"1": 4.0, "2": 5.0, "4": 7.0}
@@ -25,7 +25,7 @@ def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "run.json").write_text(json.dumps({"overrides": words}))
 
     def start(command: list[str], **_: Any) -> Ended:
-        trained = load("train", command[3:])
+        trained = load_config("train", command[3:])
         assert trained.trainer.max_steps == 3 and trained.model.inputs.camera is None
         said = dict(word.split("=", 1) for word in command[3:])
         if said["precision"] == "fp8":

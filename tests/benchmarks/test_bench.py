@@ -10,7 +10,7 @@ from bev_lightning import bench
 from bev_lightning.benchmarks import axes
 from bev_lightning.benchmarks.report import Row
 from bev_lightning.config.compose import compose_job
-from bev_lightning.config.program import resolve
+from bev_lightning.config.resolve import resolve
 from bev_lightning.hardware.machine import Machine
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from bev_lightning.benchmarks import gpu
-from bev_lightning.config.program import load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
 from bev_lightning.hardware.machine import Machine
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -127,7 +128,7 @@ def test_rows_of_all_cases_become_one_table(
     monkeypatch.setattr(gpu, "_call", call)
     monkeypatch.setattr(gpu, "_test", lambda run, end: ["tests: 1 passed."])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cfg = resolve(load("bench", ["bench=gpu", "hardware=cpu"]), Machine(), tmp_path)
+    cfg = resolve(load_config("bench", ["bench=gpu", "hardware=cpu"]), Machine(), tmp_path)
     variants = ["precision=32 seed=2", "precision=fp8"]
     rows, notes = gpu.check_gpu(cfg, ["bevfusion"], variants, 2, 3, 60.0)
     steps = [one for one in rows if "model=bevfusion" in one.group]

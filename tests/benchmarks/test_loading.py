@@ -8,7 +8,7 @@ from PIL import Image
 
 from bev_lightning.benchmarks.loading import measure_loading
 from bev_lightning.benchmarks.random_sensor_files import make_recordings
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 
 
 def test_files_are_as_large_as_real_ones(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_files_are_as_large_as_real_ones(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_rungs_and_parts_are_compared() -> None:
-    rows, notes = measure_loading(load("bench", ["bench=loading"]), 1, 1, 1, 2, 1)
+    rows, notes = measure_loading(load_config("bench", ["bench=loading"]), 1, 1, 1, 2, 1)
     ratios = {(row.group, row.name): row.ratio for row in rows}
     assert ratios["loader", "torch"] == 1
     assert ratios["loader", "zero_copy"] > 3

@@ -9,13 +9,14 @@ import torch
 from bev_lightning.benchmarks.ops import measure_ops
 from bev_lightning.benchmarks.ops_points import make_scan
 from bev_lightning.benchmarks.report import write_report
-from bev_lightning.config.program import load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 
 
 def test_operators_beside_their_references(tmp_path: Path) -> None:
-    cfg = resolve(load("bench", ["bench=ops", "hardware=cpu"]), Machine(), tmp_path)
+    cfg = resolve(load_config("bench", ["bench=ops", "hardware=cpu"]), Machine(), tmp_path)
     rows, notes = measure_ops(cfg, size="small", repeats=1)
     write_report(tmp_path, "ops", Machine().to_dict(), rows, notes)
     stored = json.loads((tmp_path / "bench.json").read_text())
@@ -43,7 +44,7 @@ def test_operators_beside_their_references(tmp_path: Path) -> None:
 
 
 def test_unknown_sizes_are_refused(tmp_path: Path) -> None:
-    cfg = resolve(load("bench", ["bench=ops", "hardware=cpu"]), Machine(), tmp_path)
+    cfg = resolve(load_config("bench", ["bench=ops", "hardware=cpu"]), Machine(), tmp_path)
     with pytest.raises(InputError, match="use bench.size=published or small"):
         measure_ops(cfg, size="huge", repeats=1)
 

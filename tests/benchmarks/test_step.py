@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bev_lightning.benchmarks.step import count_flops, measure_step
-from bev_lightning.config.program import load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 
@@ -23,7 +24,7 @@ TINY = [
 
 
 def test_a_step_is_taken_apart(tmp_path: Path) -> None:
-    cfg = resolve(load("bench", [*TINY, "loss_norm=effective"]), Machine(), tmp_path)
+    cfg = resolve(load_config("bench", [*TINY, "loss_norm=effective"]), Machine(), tmp_path)
     rows, notes = measure_step(cfg, repeats=1, source="noise", num_boxes=5)
     assert [(row.group, row.name) for row in rows] == [
         (group, name) for group in ("step", "head", "lidar") for name in ("reference", "fast")
@@ -42,7 +43,7 @@ def test_flops_of_a_forward_and_backward_pass_are_three_times_those_forward(tmp_
     from bev_lightning.benchmarks.random_batches import make_batch
     from bev_lightning.runtime.build import build_module
 
-    cfg = resolve(load("bench", TINY), Machine(), tmp_path)
+    cfg = resolve(load_config("bench", TINY), Machine(), tmp_path)
     module = build_module(cfg)
     batch = make_batch(module.inputs, 10, size=1, num_boxes=3)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
@@ -54,9 +55,9 @@ def test_flops_of_a_forward_and_backward_pass_are_three_times_those_forward(tmp_
 
 
 def test_unknown_sources_and_several_processes_are_refused(tmp_path: Path) -> None:
-    cfg = resolve(load("bench", TINY), Machine(), tmp_path)
+    cfg = resolve(load_config("bench", TINY), Machine(), tmp_path)
     with pytest.raises(InputError, match="use bench.source=noise or loader"):
         measure_step(cfg, repeats=1, source="disk", num_boxes=5)
-    cfg = resolve(load("bench", [*TINY, "hardware.devices=2"]), Machine(), tmp_path)
+    cfg = resolve(load_config("bench", [*TINY, "hardware.devices=2"]), Machine(), tmp_path)
     with pytest.raises(InputError, match=r"hardware.devices=1"):
         measure_step(cfg, repeats=1, source="noise", num_boxes=5)

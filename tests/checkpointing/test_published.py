@@ -18,8 +18,9 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bev_lightning.config.program import check, load, resolve
-from bev_lightning.config.resolve import plan_batch
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import plan_batch, resolve
+from bev_lightning.config.validate import check_config
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
@@ -34,7 +35,7 @@ FULL_SIZE = [name for name in MODELS if not name.endswith("_toy")]
 
 
 def make_network(name: str) -> tuple[nn.Module, Any]:
-    cfg = load("train", [f"model={name}", "hardware=cpu"])
+    cfg = load_config("train", [f"model={name}", "hardware=cpu"])
     node = OmegaConf.to_container(cfg.model, resolve=True)
     return instantiate(node["network"], _convert_="all"), instantiate(
         node["inputs"], _convert_="all"
@@ -86,7 +87,9 @@ def test_the_document_counts_the_parameters_of_every_model() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FULL_SIZE if name.startswith("bevfusion")])
 def test_every_set_of_sensors_has_a_toy_and_says_which_boxes_it_learns(name: str) -> None:
-    full, toy = (load("train", [f"model={one}", "hardware=cpu"]) for one in (name, f"{name}_toy"))
+    full, toy = (
+        load_config("train", [f"model={one}", "hardware=cpu"]) for one in (name, f"{name}_toy")
+    )
     for sensor in ("camera", "lidar", "radar"):
         assert (full.model.inputs.get(sensor) is None) == (toy.model.inputs.get(sensor) is None)
     for cfg in (full, toy):
@@ -96,9 +99,9 @@ def test_every_set_of_sensors_has_a_toy_and_says_which_boxes_it_learns(name: str
 
 
 def test_a_camera_model_learns_boxes_of_its_range() -> None:
-    cfg = load("train", ["model=bevformer_tiny", "hardware=cpu"])
+    cfg = load_config("train", ["model=bevformer_tiny", "hardware=cpu"])
     assert cfg.data.target_range == [-51.2, -51.2, -5.0, 51.2, 51.2, 3.0]
-    cfg = load("train", ["model=bevformer_tiny", "hardware=cpu", "data.target_range=null"])
+    cfg = load_config("train", ["model=bevformer_tiny", "hardware=cpu", "data.target_range=null"])
     assert cfg.data.target_range is None
 
 
@@ -106,7 +109,7 @@ def test_every_experiment_composes() -> None:
     paths = sorted((ROOT / "conf/experiment").glob("*.yaml"))
     assert len(paths) > 10
     for path in paths:
-        check(load("train", [f"experiment={path.stem}"]))
+        check_config(load_config("train", [f"experiment={path.stem}"]))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_a_published_training_says_what_it_is(name: str) -> None:
     text = " ".join((ROOT / f"conf/experiment/{name}.yaml").read_text().replace("#", "").split())
     assert "mAP" in text and "NDS" in text and "have not run it in full" in text
     batch = re.search(r"effective batch:? (?:of )?(\d+)", text)
-    cfg = load("train", [f"experiment={name}"])
+    cfg = load_config("train", [f"experiment={name}"])
     assert batch and int(batch[1]) == cfg.optim.base_batch and cfg.optim.scale_lr == "sqrt"
     # Samples seen, and an epoch between validations, do not depend on the cards.
     epochs, samples = (
@@ -193,7 +196,7 @@ def test_a_toy_takes_a_step_and_detects(name: str) -> None:
     torch.manual_seed(0)
     network, inputs = make_network(name)
     batch = fill(blank_batch(inputs, 1))
-    cfg = load("train", [f"model={name}", "hardware=cpu"])
+    cfg = load_config("train", [f"model={name}", "hardware=cpu"])
     criterion = instantiate(cfg.model.loss, _convert_="all")
     terms = criterion(network(batch), batch.targets)
     assert ("depth" in terms) == (inputs.camera is not None and inputs.lidar is not None)

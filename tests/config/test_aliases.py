@@ -18,11 +18,10 @@ from bev_lightning.config.aliases import (
     rename_target,
     rename_targets,
 )
-from bev_lightning.config.compose import compose_job, config_dir, read_overrides
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import compose_job, config_dir, load_config, read_overrides
 from bev_lightning.config.resolve import resolve
 from bev_lightning.config.resume import find_runs
-from bev_lightning.config.validate import check
+from bev_lightning.config.validate import check_config
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 
@@ -153,7 +152,7 @@ def test_overrides_get_present_names(former: str, present: str) -> None:
 
 
 def test_every_present_key_composes() -> None:
-    cfg = load("train", ["model=bevfusion_lidar_toy", "data/gt_sampling=published"])
+    cfg = load_config("train", ["model=bevfusion_lidar_toy", "data/gt_sampling=published"])
     for former in KEYS:
         if "/" not in former:
             assert OmegaConf.select(cfg, rename_key(former)) is not None, former
@@ -177,7 +176,7 @@ def test_a_former_checkpoint_composes(tmp_path: Path) -> None:
     get_class(job.cfg.model.evaluator._target_)
     resumed = compose_job("train", [f"resume={path}"])
     assert resumed.cfg.callbacks.stragglers.collective_s == 77
-    check(resumed.cfg)
+    check_config(resumed.cfg)
 
 
 def test_a_former_run_directory_is_found(tmp_path: Path) -> None:
@@ -204,4 +203,4 @@ def test_a_users_yaml_with_former_keys_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiment" / "mine.yaml").write_text(content)
     cfg = compose_job("train", ["experiment=mine"], str(tmp_path)).cfg
     with pytest.raises(InputError, match=r"data.paste is now data.gt_sampling"):
-        check(cfg)
+        check_config(cfg)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bev_lightning.config import auto_batch as batch_search
-from bev_lightning.config.auto_batch import find_batch, try_batch, with_values
-from bev_lightning.config.program import load
+from bev_lightning.config.auto_batch import find_batch, replace_values, try_batch
+from bev_lightning.config.compose import load_config
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.batch_plan import BatchPlan
 
@@ -37,7 +37,7 @@ def test_the_effective_batch_stays(
     monkeypatch.setattr(batch_search, "try_batch", trial)
     words = find_batch(WORDS, PLAN, limit_gib)
     assert tried == [size for size in (8, 4, 2, 1) if size >= batch]
-    cfg = load("train", words)
+    cfg = load_config("train", words)
     assert (cfg.data.batch_size, cfg.trainer.accumulate_grad_batches) == (batch, accumulation)
     assert cfg.auto_batch is False
     said = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_a_trial_reads_what_its_training_leaves(monkeypatch: pytest.MonkeyPatch)
 
     def run(score: dict | None):
         def start(command: list[str], **_: object) -> Ended:
-            cfg = load("train", command[3:])
+            cfg = load_config("train", command[3:])
             assert (cfg.data.batch_size, cfg.trainer.max_steps) == (2, 2)
             (folder,) = [w.split("=", 1)[1] for w in command if w.startswith("hydra.run.dir")]
             if score is not None:
@@ -81,7 +81,7 @@ def test_a_trial_reads_what_its_training_leaves(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_words_are_said_anew() -> None:
-    assert with_values(["a.b=1", "+c=2", "d=3"], {"c": "4", "e": "5"}) == [
+    assert replace_values(["a.b=1", "+c=2", "d=3"], {"c": "4", "e": "5"}) == [
         "a.b=1",
         "d=3",
         "c=4",

@@ -10,11 +10,12 @@ from omegaconf import OmegaConf
 from bev_lightning.config.compose import (
     compose_jobs,
     config_dir,
+    load_config,
     merge_overrides,
     quote_choices,
     read_overrides,
 )
-from bev_lightning.config.program import check_machine, load
+from bev_lightning.config.validate import check_machine
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 
@@ -42,7 +43,9 @@ def test_numbers_are_quoted_where_they_name_a_choice(typed: str, quoted: str) ->
 
 
 def test_the_field_command_composes_as_typed() -> None:
-    cfg = load("train", ["hardware=4x3090", "precision=16", "accumulation=2", "strategy=ddp"])
+    cfg = load_config(
+        "train", ["hardware=4x3090", "precision=16", "accumulation=2", "strategy=ddp"]
+    )
     assert cfg.trainer.devices == 4
     assert cfg.trainer.accelerator == "gpu"
     assert cfg.trainer.precision == "16-mixed"
@@ -111,10 +114,10 @@ def test_evaluation_recomposes_what_was_trained(tmp_path: Path) -> None:
         checkpoint,
     )
     assert read_overrides(checkpoint) == stored
-    cfg = load("evaluate", [f"ckpt={checkpoint}", "data.root=there"])
+    cfg = load_config("evaluate", [f"ckpt={checkpoint}", "data.root=there"])
     assert (cfg.data.root, cfg.data.batch_size, cfg.data.val_split) == ("there", 3, "train")
     assert cfg.hardware.card == "auto"
-    assert cfg.trainer.max_steps == load("train").trainer.max_steps
+    assert cfg.trainer.max_steps == load_config("train").trainer.max_steps
 
 
 def write(folder: Path, *words: str) -> str:
@@ -125,14 +128,16 @@ def write(folder: Path, *words: str) -> str:
 
 def test_evaluation_leaves_the_machine_of_the_training(tmp_path: Path) -> None:
     ckpt = "ckpt=" + write(tmp_path, "experiment=bevfusion_lidar_4x24gib", "data.root=here")
-    cfg = load("evaluate", [ckpt])
+    cfg = load_config("evaluate", [ckpt])
     assert cfg.model.network.lidar and cfg.data.root == "here"
     assert (cfg.hardware.card, cfg.hardware.devices, cfg.hardware.nodes) == ("auto", "auto", 1)
     assert (cfg.trainer.precision, cfg.trainer.accumulate_grad_batches) == ("auto", 1)
     check_machine(OmegaConf.merge(cfg, {"data": {"synthetic": {}}}), Machine(num_cpus=1))
-    cfg = load("evaluate", [ckpt, "hardware=4x4090", "precision=32"])
+    cfg = load_config("evaluate", [ckpt, "hardware=4x4090", "precision=32"])
     assert (cfg.hardware.devices, cfg.trainer.precision) == (4, "32-true")
-    assert load("evaluate", [ckpt, "hardware=cpu", "hardware.devices=2"]).hardware.devices == 2
+    assert (
+        load_config("evaluate", [ckpt, "hardware=cpu", "hardware.devices=2"]).hardware.devices == 2
+    )
 
 
 def test_a_resumed_training_keeps_its_words(tmp_path: Path) -> None:
@@ -145,17 +150,17 @@ def test_a_resumed_training_keeps_its_words(tmp_path: Path) -> None:
         "experiment=bevfusion_lidar_4x24gib",
     ]
     resume = "resume=" + write(tmp_path, *stored)
-    cfg = load("train", [resume])
+    cfg = load_config("train", [resume])
     assert (cfg.optim.lr, cfg.trainer.accumulate_grad_batches, cfg.trainer.max_steps) == (0.5, 2, 4)
     assert cfg.hardware.devices == 4 and cfg.trainer.precision == "bf16-mixed"
     assert cfg.init_from is None and cfg.paths.output == "outputs"
-    cfg = load("train", [resume, "trainer.max_steps=8", "precision=32"])
+    cfg = load_config("train", [resume, "trainer.max_steps=8", "precision=32"])
     assert (cfg.trainer.max_steps, cfg.trainer.precision, cfg.optim.lr) == (8, "32-true", 0.5)
 
 
 def test_an_axis_on_the_command_line_beats_the_stored_key_that_it_writes(tmp_path: Path) -> None:
     resume = "resume=" + write(tmp_path, "trainer.accumulate_grad_batches=3")
-    assert load("train", [resume, "accumulation=2"]).trainer.accumulate_grad_batches == 2
+    assert load_config("train", [resume, "accumulation=2"]).trainer.accumulate_grad_batches == 2
 
 
 def test_files_of_other_origin_bring_no_words(tmp_path: Path) -> None:
@@ -173,9 +178,9 @@ def test_a_group_on_the_command_line_drops_the_stored_keys_below_it() -> None:
 def test_every_experiment_and_debug_choice_composes() -> None:
     for group in ("experiment", "debug", "sweep", "data", "optim", "logger", "callbacks", "loader"):
         for path in sorted((config_dir() / group).glob("*.yaml")):
-            load("train", [f"{group}={path.stem}"])
+            load_config("train", [f"{group}={path.stem}"])
 
 
 def test_the_command_line_beats_the_groups() -> None:
-    assert load("train", ["debug=fast"]).trainer.max_steps == 4
-    assert load("train", ["debug=fast", "trainer.max_steps=9"]).trainer.max_steps == 9
+    assert load_config("train", ["debug=fast"]).trainer.max_steps == 4
+    assert load_config("train", ["debug=fast", "trainer.max_steps=9"]).trainer.max_steps == 9

@@ -120,7 +120,7 @@ def test_a_run_leaves_its_configuration(
     ]
     assert seen[0].paths.run == str(run_dir)
     assert OmegaConf.load(run_dir / "resolved.yaml") == seen[0]
-    assert OmegaConf.load(run_dir / "config.yaml").loader._target_ == "auto"
+    assert OmegaConf.load(run_dir / "config.yaml").hardware.devices == "auto"
     run = json.loads((run_dir / "run.json").read_text())
     assert run["overrides"] == ["hardware=cpu", "precision='32'", "seed=5"]
     assert run["machine"]["num_cpus"] >= 1
@@ -146,7 +146,7 @@ def test_a_run_goes_where_it_is_told(here: Path, monkeypatch: pytest.MonkeyPatch
         (["-m", "seed=1,2", "data=nowhere"], "data=nowhere does not exist; data is one of"),
         (
             ["hardware=cpu", "hydra.run.dir=verb.py/x"],
-            "hydra.run.dir=verb.py/x cannot be made: ",
+            "hydra.run.dir=verb.py/x cannot be created: ",
         ),
         (
             ["-m", "hardware=cpu", "seed=1,2", "paths.run=mine"],

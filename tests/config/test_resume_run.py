@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bev_lightning.config.compose import compose_job
-from bev_lightning.config.resume import find_checkpoint, find_runs, settle_resume
+from bev_lightning.config.resume import find_checkpoint, find_resume, find_runs
 
 
 def write(run: Path, steps: list[int], started: str = "2026-01-01", words: tuple = ()) -> Path:
@@ -49,31 +49,33 @@ def test_the_newest_run_with_the_same_words_is_taken(
     (runs / "e" / "run.json").write_text("{")
     assert [run.name for run in find_runs(runs, words)] == ["c", "b", "a"]
 
-    job, found = settle_resume("train", compose_job("train", [*words, "resume=auto"]))
+    job, found = find_resume("train", compose_job("train", [*words, "resume=auto"]))
     path = "outputs/train/b/checkpoints/step_000006.ckpt"
-    assert found == f"resume=auto: going on from {path} (optimizer step 6)"
+    assert found == f"resume=auto: continuing from {path} (optimizer step 6)"
     assert job.cfg.resume == path and job.cfg.hydra.run.dir == "outputs/train/b"
     assert job.cfg.seed == 3
 
     torn = runs / "b" / "checkpoints" / "step_000006.ckpt"
     torn.write_bytes(torn.read_bytes()[:3000])
-    job, found = settle_resume("train", compose_job("train", [*words, "resume=auto"]))
+    job, found = find_resume("train", compose_job("train", [*words, "resume=auto"]))
     assert job.cfg.hydra.run.dir == "outputs/train/a"
-    assert found.endswith(f"step 4); left out as damaged: {path}")
+    assert found.endswith(f"step 4); skipped as damaged: {path}")
 
-    job, found = settle_resume("train", compose_job("train", ["seed=5", "resume=auto"]))
+    job, found = find_resume("train", compose_job("train", ["seed=5", "resume=auto"]))
     assert job.cfg.resume is None and job.overrides == ["seed=5"]
-    assert found.endswith("no run with these words has a checkpoint yet, so a new training begins")
+    assert found.endswith(
+        "no run with these overrides has a checkpoint yet, starting a new training"
+    )
 
 
 def test_a_given_directory_is_the_only_one(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "outputs" / "train" / "a", [4], words=("seed=3",))
     words = ["seed=3", "resume=auto", "hydra.run.dir=mine", "init_from=weights.ckpt"]
-    job, found = settle_resume("train", compose_job("train", words))
+    job, found = find_resume("train", compose_job("train", words))
     assert job.cfg.init_from == "weights.ckpt"
     assert job.cfg.resume is None and found.startswith("resume=auto: mine has no checkpoint yet")
     write(tmp_path / "mine", [2, 4])
-    job, _ = settle_resume("train", compose_job("train", words))
+    job, _ = find_resume("train", compose_job("train", words))
     assert job.cfg.resume == "mine/checkpoints/step_000004.ckpt"
     assert job.cfg.hydra.run.dir == "mine" and job.cfg.init_from is None

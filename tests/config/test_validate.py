@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from bev_lightning.config.compose import config_dir
-from bev_lightning.config.program import check, check_machine, load, resolve
-from bev_lightning.config.resolve import plan_batch
+from bev_lightning.config.compose import config_dir, load_config
+from bev_lightning.config.resolve import plan_batch, resolve
+from bev_lightning.config.validate import check_config, check_machine
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 
@@ -49,17 +49,17 @@ def test_the_speed_axes_write_disjoint_keys() -> None:
 
 def test_each_choice_composes_to_the_base_plus_its_own_file() -> None:
     # With this and disjoint keys, merging the files is what Hydra would compose for the product.
-    base = load("train")
+    base = load_config("train")
     OmegaConf.set_struct(base, False)  # a strategy brings keys of its own
     for group in AXES:
         for choice, file in axis(group).items():
-            composed = load("train", [f"{group}={choice}"])
+            composed = load_config("train", [f"{group}={choice}"])
             with_file = OmegaConf.merge(base, file)
             assert OmegaConf.to_container(composed) == OmegaConf.to_container(with_file), choice
 
 
 def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
-    base = load("train")
+    base = load_config("train")
     nodes = ["verb", "seed", "trainer", "hardware", "cluster", "precision", "optim"]
     base = OmegaConf.masked_copy(base, nodes)
     OmegaConf.set_struct(base, False)
@@ -75,7 +75,7 @@ def test_the_full_product_is_accepted_or_refused_with_one_sentence() -> None:
         impossible = impossible or (st == "deepspeed" and hw == "cpu")
         impossible = impossible or (st in ("pipeline", "hybrid") and not several and hw != "auto")
         try:
-            check(cfg)
+            check_config(cfg)
         except InputError as error:
             assert impossible, (hw, pr, st)
             assert re.search(r"; (use|set) ", str(error)), error
@@ -96,7 +96,7 @@ def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence
     for _ in range(30):
         words = [f"{group}={draw.choice(names)}" for group, names in choices.items()]
         try:
-            check(load("train", words))
+            check_config(load_config("train", words))
         except InputError as error:
             assert re.search(r"; (use|set) ", str(error)) and "\n" not in str(error), words
             told.append(str(error))
@@ -157,18 +157,18 @@ def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence
 )
 def test_meaning_is_checked_without_a_machine(words: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)) as refusal:
-        check(load("train", words))
+        check_config(load_config("train", words))
     assert "\n" not in str(refusal.value)
 
 
 def test_each_model_goes_with_each_choice() -> None:
     models = sorted(path.stem for path in (config_dir() / "model").glob("[!_]*.yaml"))
-    composed = {model: load("train", [f"model={model}"]) for model in models}
+    composed = {model: load_config("train", [f"model={model}"]) for model in models}
     for cfg, group in itertools.product(composed.values(), AXES):
         OmegaConf.set_struct(cfg, False)
         for choice, file in axis(group).items():
             if choice != "fp8":
-                check(OmegaConf.merge(cfg, file))
+                check_config(OmegaConf.merge(cfg, file))
     # Each axis alone was accepted, so a refusal of the product is one of the axes together.
     assert len(models) > 12
 
@@ -177,38 +177,38 @@ def test_evaluation_needs_a_checkpoint() -> None:
     with pytest.raises(
         InputError, match="evaluate needs a checkpoint and got nothing; give ckpt=FILE"
     ):
-        check(load("evaluate"))
+        check_config(load_config("evaluate"))
 
 
 def test_a_profile_that_the_machine_lacks_is_refused() -> None:
     words = ["hardware=4x3090"]
     with pytest.raises(InputError, match="needs 4 CUDA devices, this machine has 0; use hardware="):
-        check_machine(load("train", words), CPU)
-    check_machine(load("train", words), FOUR_3090)
-    check_machine(load("train", ["hardware=1x3090"]), FOUR_3090)
+        check_machine(load_config("train", words), CPU)
+    check_machine(load_config("train", words), FOUR_3090)
+    check_machine(load_config("train", ["hardware=1x3090"]), FOUR_3090)
     with pytest.raises(InputError, match=r"needs compute capability 8.9, the NVIDIA GeForce RTX 3"):
-        check_machine(load("train", ["hardware=4x4090"]), FOUR_3090)
+        check_machine(load_config("train", ["hardware=4x4090"]), FOUR_3090)
     with pytest.raises(InputError, match="needs cards of 139 GiB"):
-        check_machine(load("train", ["hardware=1xh200"]), Machine(1, "H100", 79.1, 9.0))
+        check_machine(load_config("train", ["hardware=1xh200"]), Machine(1, "H100", 79.1, 9.0))
     one = Machine(1, "NVIDIA GeForce RTX 3090", 23.6, 8.6, num_cpus=32)
     with pytest.raises(InputError, match=r"^hardware.devices=8 needs 8 .* hardware.devices=auto"):
-        check_machine(load("train", ["hardware.devices=8"]), one)
+        check_machine(load_config("train", ["hardware.devices=8"]), one)
     for words in ([], ["hardware=cpu", "hardware.devices=2"]):
-        check_machine(load("train", words), CPU)
+        check_machine(load_config("train", words), CPU)
 
 
 def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data.root=/nowhere does not exist; set data.root to"):
-        check_machine(load("train", ["data=nuscenes", "data.root=/nowhere"]), CPU)
+        check_machine(load_config("train", ["data=nuscenes", "data.root=/nowhere"]), CPU)
     (tmp_path / "v1.0-mini").mkdir()
     words = ["data=nuscenes", f"data.root={tmp_path}"]
     with pytest.raises(
         InputError, match=r"has no folder v1.0-trainval; set data.version=v1.0-mini"
     ):
-        check_machine(load("train", words), CPU)
-    check_machine(load("train", [*words, "data.version=v1.0-mini"]), CPU)
+        check_machine(load_config("train", words), CPU)
+    check_machine(load_config("train", [*words, "data.version=v1.0-mini"]), CPU)
     with pytest.raises(InputError, match=r"resume=no.ckpt does not exist"):
-        check_machine(load("train", ["resume=no.ckpt"]), CPU)
+        check_machine(load_config("train", ["resume=no.ckpt"]), CPU)
 
 
 def autos(node: Any) -> bool:
@@ -218,7 +218,7 @@ def autos(node: Any) -> bool:
 
 
 def test_auto_on_a_cpu() -> None:
-    cfg = load("train")
+    cfg = load_config("train")
     before = OmegaConf.to_container(cfg)
     plain = resolve(cfg, CPU, Path("somewhere"))
     assert OmegaConf.to_container(cfg) == before
@@ -232,19 +232,19 @@ def test_auto_on_a_cpu() -> None:
     assert (plain.loader.num_workers, plain.loader.pin_memory) == (2, False)
     assert plain.paths.run == "somewhere"
     assert OmegaConf.is_readonly(plain)
-    check(plain)
+    check_config(plain)
 
 
 def test_auto_on_cards() -> None:
-    plain = resolve(load("train"), FOUR_3090)
+    plain = resolve(load_config("train"), FOUR_3090)
     assert (plain.trainer.accelerator, plain.trainer.devices) == ("gpu", 4)
     assert plain.trainer.precision == "bf16-mixed"
     strategy = plain.trainer.strategy
     assert strategy._target_.endswith(".DDPStrategy") and not strategy.find_unused_parameters
     assert (plain.hardware.card, plain.hardware.capability) == (FOUR_3090.card, 8.6)
     assert (plain.loader.num_workers, plain.loader.pin_memory) == (7, True)
-    assert resolve(load("train"), TWO_2080).trainer.precision == "16-mixed"
-    single = resolve(load("train", ["strategy=single"]), FOUR_3090)
+    assert resolve(load_config("train"), TWO_2080).trainer.precision == "16-mixed"
+    single = resolve(load_config("train", ["strategy=single"]), FOUR_3090)
     assert single.trainer.devices == 1
     assert single.trainer.strategy.device == "cuda:0"
 
@@ -252,7 +252,7 @@ def test_auto_on_cards() -> None:
 def test_a_home_directory_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x" / "v1.0-trainval").mkdir(parents=True)
-    cfg = load("train", ["data=nuscenes", "data.root=~/x"])
+    cfg = load_config("train", ["data=nuscenes", "data.root=~/x"])
     check_machine(cfg, CPU)
     plain = resolve(cfg, CPU)
     assert plain.data.root == plain.model.evaluator.root == str(tmp_path / "x")
@@ -261,33 +261,35 @@ def test_a_home_directory_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_hardware_that_is_said_beats_an_experiment() -> None:
     for hardware, processes in (("cpu", 1), ("4n1x4090", 4), ("4x4090", 4), ("1x3090", 1)):
         words = ["experiment=bevformer_base_4x24gib", f"hardware={hardware}", "precision=32"]
-        plan = plan_batch(resolve(load("train", words), CPU))
+        plan = plan_batch(resolve(load_config("train", words), CPU))
         assert plan.num_processes == processes
         assert plan.effective_batch == 2 * processes
 
 
 def test_what_is_said_stays_said() -> None:
     words = ["hardware=cpu", "hardware.devices=2", "loader=auto", "loader.num_workers=0"]
-    plain = resolve(load("train", [*words, "cluster.rendezvous_s=30"]), FOUR_3090)
+    plain = resolve(load_config("train", [*words, "cluster.rendezvous_s=30"]), FOUR_3090)
     assert (plain.trainer.accelerator, plain.trainer.devices) == ("cpu", 2)
     strategy = plain.trainer.strategy
     assert strategy._target_.endswith(".DDPStrategy") and strategy.find_unused_parameters
     assert strategy.timeout.seconds == 30
     assert plain.loader.num_workers == 0
-    assert resolve(load("train", ["loader=torch"]), CPU).loader._target_.endswith("TorchLoader")
+    assert resolve(load_config("train", ["loader=torch"]), CPU).loader._target_.endswith(
+        "TorchLoader"
+    )
 
 
 def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bev_lightning.data.loaders.auto._has_dali", lambda: True)
-    loader = resolve(load("train"), FOUR_3090).loader
+    loader = resolve(load_config("train"), FOUR_3090).loader
     assert (loader._target_, loader.image_queue) == (
         "bev_lightning.data.loaders.dali.DaliLoader",
         8,
     )
-    cached = resolve(load("train", ["data.cache=disk"]), FOUR_3090)
+    cached = resolve(load_config("train", ["data.cache=disk"]), FOUR_3090)
     assert cached.loader._target_.endswith("SharedMemoryLoader")
     monkeypatch.setattr("bev_lightning.data.loaders.auto._has_dali", lambda: False)
-    assert resolve(load("train"), FOUR_3090).loader._target_.endswith("SharedMemoryLoader")
+    assert resolve(load_config("train"), FOUR_3090).loader._target_.endswith("SharedMemoryLoader")
 
 
 @pytest.mark.parametrize(
@@ -303,27 +305,29 @@ def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_loaders_that_cannot_be(words: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check(load("train", words))
+        check_config(load_config("train", words))
 
 
 def test_every_verb_resolves() -> None:
     for verb in ("prepare", "evaluate", "predict"):
-        plain = resolve(load(verb, ["data.root=x", "++ckpt=x"]), CPU)
+        plain = resolve(load_config(verb, ["data.root=x", "++ckpt=x"]), CPU)
         assert not autos(OmegaConf.to_container(plain))
         assert plain.verb == verb
 
 
 def test_lengths_that_are_accepted() -> None:
-    check(load("train", ["trainer.max_epochs=3", "trainer.max_steps=-1"]))
-    check(load("train", ["trainer.max_epochs=null", "trainer.gradient_clip_val=null"]))
+    check_config(load_config("train", ["trainer.max_epochs=3", "trainer.max_steps=-1"]))
+    check_config(
+        load_config("train", ["trainer.max_epochs=null", "trainer.gradient_clip_val=null"])
+    )
 
 
 def test_pasting_is_for_lidar_models() -> None:
-    check(load("train", ["data/gt_sampling=published", "~model.inputs.camera"]))
+    check_config(load_config("train", ["data/gt_sampling=published", "~model.inputs.camera"]))
     with pytest.raises(InputError, match=r"reads camera too.*; use data/gt_sampling with"):
-        check(load("train", ["data/gt_sampling=published"]))
+        check_config(load_config("train", ["data/gt_sampling=published"]))
     with pytest.raises(InputError, match="use data/gt_sampling=published"):
-        check(load("train", ["data.gt_sampling=published"]))
+        check_config(load_config("train", ["data.gt_sampling=published"]))
 
 
 STILL = {
@@ -336,14 +340,14 @@ STILL = {
 
 
 def test_the_can_bus_is_not_augmented() -> None:
-    published = load("train", ["model=bevformer_tiny", "data=nuscenes"])
+    published = load_config("train", ["model=bevformer_tiny", "data=nuscenes"])
 
     def check_with(**changes: Any) -> None:
         cfg = published.copy()
         for key, value in changes.items():
             place = "data.augment." if key in STILL else "model.network.encoder."
             OmegaConf.update(cfg, place + key, value)
-        check(cfg)
+        check_config(cfg)
 
     pattern = (
         r"has motion=can_bus and use_can_bus=true, .*; set data.augment.bev_rotate_deg=\[0,0\] "
@@ -360,14 +364,16 @@ def test_the_can_bus_is_not_augmented() -> None:
         check_with(motion="pose")
     check_with(**STILL)
     check_with(motion="pose", use_can_bus=False)
-    check(load("train", ["model=bevformer_tiny", "data=nuscenes", "data.augment=null"]))
+    check_config(
+        load_config("train", ["model=bevformer_tiny", "data=nuscenes", "data.augment=null"])
+    )
     # Nothing is augmented there.
-    check(load("evaluate", ["model=bevformer_tiny", "data=nuscenes", "ckpt=a.ckpt"]))
+    check_config(load_config("evaluate", ["model=bevformer_tiny", "data=nuscenes", "ckpt=a.ckpt"]))
 
 
 def test_bench_without_a_name_is_told_the_names() -> None:
     with pytest.raises(InputError, match="give bench="):
-        check(load("bench"))
+        check_config(load_config("bench"))
 
 
 def test_compile_and_layout_are_told_where_they_do_not_work() -> None:
@@ -379,9 +385,9 @@ def test_compile_and_layout_are_told_where_they_do_not_work() -> None:
         (["channels_last=true", "strategy=pipeline"], "use channels_last=auto with strategy=pip"),
     ):
         with pytest.raises(InputError, match=sentence):
-            check(load("train", words))
-    check(load("train", ["compile=off", "channels_last=false"]))
+            check_config(load_config("train", words))
+    check_config(load_config("train", ["compile=off", "channels_last=false"]))
     card = Machine(num_cuda_devices=1, card="Card", memory_gib=80.0, capability=9.0)
-    assert resolve(load("train"), card).channels_last is True
-    assert resolve(load("train", ["strategy=fsdp"]), card).channels_last is False
-    assert resolve(load("train"), Machine()).channels_last is False
+    assert resolve(load_config("train"), card).channels_last is True
+    assert resolve(load_config("train", ["strategy=fsdp"]), card).channels_last is False
+    assert resolve(load_config("train"), Machine()).channels_last is False

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from bev_lightning.benchmarks.random_batches import make_batch
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.compilation import check_compiler, compile_network
 from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
@@ -28,7 +28,7 @@ SMALL = {
 
 
 def make_module(name: str) -> DetectionModule:
-    cfg = load("train", [f"model={name}", "hardware=cpu", *SMALL[name]])
+    cfg = load_config("train", [f"model={name}", "hardware=cpu", *SMALL[name]])
     model = OmegaConf.to_container(cfg.model, resolve=True)
     model["evaluator"] = None
     torch.manual_seed(0)

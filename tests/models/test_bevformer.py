@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 from bev_lightning.errors import InputError
 from bev_lightning.losses.set_prediction import SetPredictionLoss
 from bev_lightning.models.bev_encoder import PreviousBev
@@ -45,14 +45,14 @@ def make_batch(num: int, size: tuple[int, int]) -> Batch:
 )
 def test_number_of_parameters(model: str, millions: float) -> None:
     with torch.device("meta"):
-        network = build(load("train", [f"model={model}"]))
+        network = build(load_config("train", [f"model={model}"]))
     count = sum(parameter.numel() for parameter in network.parameters())
     assert abs(count / 1e6 / millions - 1) < 0.01
 
 
 @pytest.mark.parametrize("model", ["bevformer_tiny", "bevformer_base"])
 def test_one_step_at_full_size(model: str) -> None:
-    cfg = load("train", [f"model={model}"])
+    cfg = load_config("train", [f"model={model}"])
     size = tuple(cfg.model.inputs.camera.size)
     with FakeTensorMode():
         network = build(cfg)
@@ -73,7 +73,7 @@ def test_configured_sizes() -> None:
         ("bevformer_small", (150, 150), 2),
         ("bevformer_tiny", (50, 50), 2),
     ):
-        cfg = load("train", [f"model={model}"])
+        cfg = load_config("train", [f"model={model}"])
         assert instantiate(cfg.model.network.encoder.grid).shape == shape
         assert cfg.model.inputs.history == history
         assert cfg.model.network.head.heatmap_start is False
@@ -82,7 +82,7 @@ def test_configured_sizes() -> None:
 
 def test_toy_pads_and_trains_in_bfloat16() -> None:
     torch.manual_seed(0)
-    cfg = load("train", ["model=bevformer_toy", "model.network.pad_multiple=32"])
+    cfg = load_config("train", ["model=bevformer_toy", "model.network.pad_multiple=32"])
     network = build(cfg).train()
     targets = Boxes3D.empty(2, 3)
     batch = replace(make_batch(2, (40, 70)), targets=targets)
@@ -100,6 +100,6 @@ def test_toy_pads_and_trains_in_bfloat16() -> None:
 
 
 def test_refuses_a_batch_without_cameras() -> None:
-    network = build(load("train", ["model=bevformer_toy"]))
+    network = build(load_config("train", ["model=bevformer_toy"]))
     with pytest.raises(InputError, match="samples sample0 bring none"):
         network(replace(make_batch(1, (32, 32)), cameras=None))

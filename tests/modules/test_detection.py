@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from bev_lightning.callbacks.health import FiniteLoss
-from bev_lightning.config.program import load
+from bev_lightning.config.compose import load_config
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
 from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
@@ -30,7 +30,7 @@ TINY = [
     "model.network.neck={in_channels:[8,8,8],out_channels:[8,8,8]}",
     "model.network.head={in_channels:24,channels:8,num_boxes:20}",
 ]
-CLASSES = tuple(load("train").data.classes)
+CLASSES = tuple(load_config("train").data.classes)
 
 
 class Batches:
@@ -90,7 +90,7 @@ def make_batch(number: int, labels: list[list[int]], unknown_velocity: bool = Fa
 
 def make_module(head: str = "centre", **optim) -> DetectionModule:
     torch.manual_seed(0)
-    model = OmegaConf.to_container(load("train", TINY).model, resolve=True)
+    model = OmegaConf.to_container(load_config("train", TINY).model, resolve=True)
     network = instantiate(model["network"], _convert_="all")
     criterion = instantiate(model["loss"], _convert_="all")
     if head == "transfusion":

@@ -13,7 +13,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import torch
 
-from bev_lightning.config.program import load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.parallel.deepspeed import (
     ZeroStrategy,
@@ -30,7 +31,7 @@ deepspeed.init_distributed("gloo")
 rank = torch.distributed.get_rank()
 
 words = ["hardware=4x4090", "strategy=deepspeed", f"strategy.stage={job['stage']}"]
-settings = dict(resolve(load("train", words), Machine()).trainer.strategy)
+settings = dict(resolve(load_config("train", words), Machine()).trainer.strategy)
 assert settings.pop("_target_").endswith("ZeroStrategy")
 config = ZeroStrategy(**settings).config
 assert isinstance(config, dict)

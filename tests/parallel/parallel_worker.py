@@ -14,7 +14,9 @@ import lightning as L
 import torch
 from torch import nn
 
-from bev_lightning.config.program import check, load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
+from bev_lightning.config.validate import check_config
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.runtime.build import build_module, build_trainer
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Points
@@ -208,10 +210,10 @@ def run(job: dict[str, Any], rank: int) -> None:
     words += ["callbacks=none", "trainer.enable_progress_bar=false", "hardware=cpu"]
     words += [f"accumulation={job['accumulation']}", f"trainer.max_steps={job['steps']}"]
     words += [f"data.batch_size={job['batch']}", f"paths.output={Path(job['out']).parent}"]
-    cfg = load("train", words)
-    check(cfg)
+    cfg = load_config("train", words)
+    check_config(cfg)
     cfg = resolve(cfg, Machine(num_cpus=2), Path(job["out"]).parent)
-    check(cfg)
+    check_config(cfg)
     module = build_module(cfg)
     if not job.get("moving_norms"):
         freeze_norms(module)

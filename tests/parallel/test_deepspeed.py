@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from bev_lightning.config.program import check, load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
+from bev_lightning.config.validate import check_config
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 
@@ -82,13 +84,13 @@ def test_refusals() -> None:
         (["hardware=4x4090", "callbacks=ema"], "strategy=deepspeed holds shares of them"),
     ):
         with pytest.raises(InputError, match=sentence):
-            check(load("train", ["strategy=deepspeed", *words]))
+            check_config(load_config("train", ["strategy=deepspeed", *words]))
 
 
 def test_the_class_gets_its_keys() -> None:
     words = ["hardware=4x4090", "strategy=deepspeed", "strategy.stage=3"]
-    cfg = resolve(load("train", words), Machine())
-    check(cfg)
+    cfg = resolve(load_config("train", words), Machine())
+    check_config(cfg)
     assert cfg.trainer.strategy == {
         "_target_": "bev_lightning.parallel.deepspeed.ZeroStrategy",
         "timeout": {"_target_": "datetime.timedelta", "seconds": cfg.cluster.rendezvous_s},

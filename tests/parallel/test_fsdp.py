@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bev_lightning.config.program import load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
 from bev_lightning.hardware.machine import Machine
 
 TWO = ["hardware.devices=2", "trainer.gradient_clip_val=0.5", "scheduler=constant"]
@@ -64,7 +65,7 @@ def test_checkpoints_are_portable(
 
 def test_fsdp_becomes_a_strategy_over_all_processes() -> None:
     words = ["hardware=4n1x4090", "strategy=fsdp", "precision=bf16"]
-    plain = resolve(load("train", words), Machine())
+    plain = resolve(load_config("train", words), Machine())
     assert plain.trainer.strategy == {
         "_target_": "bev_lightning.parallel.fsdp.ShardedStrategy",
         "num_processes": 4,

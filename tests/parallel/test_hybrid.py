@@ -11,7 +11,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import nn
 
-from bev_lightning.config.program import check, load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
+from bev_lightning.config.validate import check_config
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.models.protocol import ModelPartition, PipelinePart
@@ -129,7 +131,7 @@ def test_what_autograd_keeps(launch) -> None:
 
 
 def partition(model: str, size: int = 1) -> Any:
-    cfg = load("train", [f"model={model}"])
+    cfg = load_config("train", [f"model={model}"])
     module = instantiate(OmegaConf.to_container(cfg.model, resolve=True), _convert_="all")
     return partition_model(module, SimpleNamespace(size=size, rank=0))  # type: ignore[arg-type]
 
@@ -175,18 +177,18 @@ def test_stages_begin_where_the_network_allows() -> None:
 )
 def test_refusals(words: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
-        check(load("train", ["strategy=hybrid", "data.batch_size=2", *words]))
+        check_config(load_config("train", ["strategy=hybrid", "data.batch_size=2", *words]))
 
 
 def test_four_machines_or_four_cards() -> None:
     for hardware in ("4x4090", "4n1x4090"):
-        cfg = load("train", [f"hardware={hardware}", "strategy=hybrid", "strategy.model=3"])
+        cfg = load_config("train", [f"hardware={hardware}", "strategy=hybrid", "strategy.model=3"])
         with pytest.raises(InputError, match="do not make up that mesh"):
-            check(cfg)
-        cfg = load("train", [f"hardware={hardware}", "strategy=hybrid"])
-        check(cfg)
+            check_config(cfg)
+        cfg = load_config("train", [f"hardware={hardware}", "strategy=hybrid"])
+        check_config(cfg)
         plain = resolve(cfg, Machine())
-        check(plain)
+        check_config(plain)
         assert plain.trainer.strategy["_target_"].endswith("HybridStrategy")
         assert [plain.trainer.strategy[key] for key in ("data", "pipeline", "model")] == [1, 2, 2]
 

@@ -7,9 +7,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from bev_lightning.benchmarks.random_batches import make_batch
-from bev_lightning.config.compose import compose_job
-from bev_lightning.config.program import load, resolve
-from bev_lightning.config.validate import check
+from bev_lightning.config.compose import compose_job, load_config
+from bev_lightning.config.resolve import resolve
+from bev_lightning.config.validate import check_config
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.runtime.build import build_module, prepare_execution
@@ -28,7 +28,7 @@ from bev_lightning.runtime.build import build_module, prepare_execution
     ],
 )
 def test_the_sentence_names_the_key(word: str, message: str) -> None:
-    cfg = resolve(load("train", ["hardware=cpu", word]), Machine(num_cpus=2))
+    cfg = resolve(load_config("train", ["hardware=cpu", word]), Machine(num_cpus=2))
     with pytest.raises(InputError, match=message):
         build_module(cfg)
 
@@ -37,7 +37,9 @@ def test_channels_last_changes_the_memory_alone() -> None:
     terms, modules = [], []
     for layout in ("false", "true"):
         words = ["hardware=cpu", "model=bevfusion_toy", f"channels_last={layout}"]
-        cfg = resolve(load("train", [*words, "model.inputs.camera.size=[64,128]"]), Machine())
+        cfg = resolve(
+            load_config("train", [*words, "model.inputs.camera.size=[64,128]"]), Machine()
+        )
         module = build_module(cfg)
         prepare_execution(module, cfg)
         batch = make_batch(module.inputs, num_classes=10, num_boxes=5)
@@ -53,7 +55,7 @@ def test_channels_last_changes_the_memory_alone() -> None:
 
 def test_the_learning_rate_is_scaled_once() -> None:
     words = ["hardware=cpu", "optim.lr=2e-4", "optim.scale_lr=sqrt", "optim.base_batch=8"]
-    cfg = resolve(load("train", [*words, "data.batch_size=2"]), Machine(num_cpus=2))
+    cfg = resolve(load_config("train", [*words, "data.batch_size=2"]), Machine(num_cpus=2))
     module = build_module(cfg)
     assert module.optim is not None and module.optim.lr == pytest.approx(1e-4)
     assert module.optim.scale_lr is None
@@ -61,7 +63,7 @@ def test_the_learning_rate_is_scaled_once() -> None:
 
 @pytest.mark.parametrize("optim", ["adamw_cosine", "adamw_onecycle"])
 def test_optimizer_and_schedule_are_built_from_their_groups(optim: str) -> None:
-    cfg = resolve(load("train", ["hardware=cpu", f"optim={optim}"]), Machine(num_cpus=2))
+    cfg = resolve(load_config("train", ["hardware=cpu", f"optim={optim}"]), Machine(num_cpus=2))
     module = build_module(cfg)
     assert module.optim is not None
     optimizer, schedule = module.optim.build(module.named_parameters(), 10)
@@ -85,7 +87,7 @@ def test_an_optimizer_and_a_schedule_of_torch_are_configured_by_their_target(
         (tmp_path / name).write_text(content)
     words = ["hardware=cpu", "optim=sgd", "scheduler=step"]
     composed = compose_job("train", words, str(tmp_path)).cfg
-    check(composed)
+    check_config(composed)
     module = build_module(resolve(composed, Machine(num_cpus=2)))
     assert module.optim is not None
     optimizer, schedule = module.optim.build(module.named_parameters(), 10)

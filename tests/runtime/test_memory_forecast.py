@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bev_lightning.config.program import load, resolve
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.hardware.memory import Peak
 from bev_lightning.runtime.memory_forecast import Plan, make_plan
@@ -39,7 +40,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(*words: str) -> Plan:
-    return make_plan(resolve(load("plan", ["data=nuscenes", *words]), CPU))
+    return make_plan(resolve(load_config("plan", ["data=nuscenes", *words]), CPU))
 
 
 @pytest.mark.usefixtures("peaks")
@@ -66,7 +67,7 @@ def test_samples_are_those_of_the_data() -> None:
     assert plan("hardware=1x3090", "data.cbgs=true").num_samples == 123_580
     assert plan("hardware=1x3090", "data.version=v9.9").steps_per_epoch is None
     assert plan("hardware=1x3090", "num_samples=1000", "data.batch_size=3").steps_per_epoch == 334
-    cfg = resolve(load("plan", ["hardware=cpu"]), CPU)
+    cfg = resolve(load_config("plan", ["hardware=cpu"]), CPU)
     assert make_plan(cfg).num_samples == 800 and make_plan(cfg).memory_gib is not None
 
 
