@@ -19,6 +19,7 @@ def main(cfg: DictConfig) -> None:
     import time
     from pathlib import Path
 
+    from bev_lightning.data.nuscenes.index import Index
     from bev_lightning.data.nuscenes.report import make_report
     from bev_lightning.runtime.build import build_data
 
@@ -29,7 +30,9 @@ def main(cfg: DictConfig) -> None:
     times.append(time.perf_counter())
     objects = data.open_ground_truth(index, renew=True) if data.gt_sampling is not None else None
     times.append(time.perf_counter())
-    report = make_report(index, data.classes, data.num_workers)
+    # A data set of another format has no report.
+    nuscenes = index if isinstance(index, Index) else None
+    report = None if nuscenes is None else make_report(nuscenes, data.classes, data.num_workers)
     times.append(time.perf_counter())
 
     seconds = {
@@ -38,9 +41,9 @@ def main(cfg: DictConfig) -> None:
             ("index", "ground_truth", "report"), times[:-1], times[1:], strict=True
         )
     }
-    print(report.to_text())
+    print(f"{len(index.tokens)} samples" if report is None else report.to_text())
     print("seconds: " + ", ".join(f"{name} {spent:.1f}" for name, spent in seconds.items()))
-    result = {**report.to_json(), "seconds": seconds}
+    result = {**({} if report is None else report.to_json()), "seconds": seconds}
     if objects is not None and data.gt_sampling is not None:
         counts = objects.counts(data.classes, data.gt_sampling.min_points)
         found = ", ".join(f"{name} {num}" for name, num in counts.items())

@@ -17,6 +17,7 @@ from bev_lightning.config.validate_axes import (
     check_rate,
 )
 from bev_lightning.config.validate_axes import get as _get
+from bev_lightning.data.checks import check_on_missing
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.compilation import check_compiler
 from bev_lightning.hardware.machine import Machine
@@ -187,13 +188,8 @@ def _check_length(cfg: DictConfig) -> None:
 def _check_data(cfg: DictConfig) -> None:
     if _get(cfg, "data") is None:
         return
-    on_missing = _get(cfg, "data.on_missing")
-    if on_missing not in ("error", "skip"):
-        raise InputError(
-            f"data.on_missing={on_missing} is unknown; use data.on_missing=error or skip"
-        )
-    classes = list(_get(cfg, "data.classes") or [])
-    check_classes(classes)
+    check_on_missing(_get(cfg, "data.on_missing"))
+    check_classes(list(_get(cfg, "data.classes") or []))
     _check_loader(cfg)
     _check_paste(cfg)
     _check_augment(cfg)

@@ -1,8 +1,8 @@
-"""Batches in the order of a sampler: an endless stream for training, one pass for evaluation.
+"""Batch iterables in sampler order: an endless stream for training, one pass for evaluation.
 
-Micro-step ``m`` alone fixes which samples are read, how they are augmented and what the random
-generators hold while the model sees them. So a run that stops at ``m`` goes on at ``m`` bit for
-bit, whatever was prefetched, and the same holds for any number of workers.
+The micro-step ``m`` alone determines which samples are read, how they are augmented, and the state
+of the random generators while the model runs. So a run that stops at ``m`` resumes at ``m`` bit for
+bit, whatever was prefetched and with any number of workers.
 """
 
 import random
@@ -22,22 +22,23 @@ from bev_lightning.structures import Batch
 
 
 class BatchStream:
-    """The iterable that training gives to Lightning. Not a DataLoader on purpose: Lightning would
-    replace its sampler and call its state methods.
+    """Endless, resumable iterable of training batches.
 
-    One pass yields ``num_micro_steps`` batches; a pass begun at micro-step ``m`` yields what is
-    left of it. ``len`` is always the full number: Lightning counts the steps done before a resume
-    itself. Before each batch the generators of torch, numpy and random are set from (seed, rank,
-    m), which stands in for saved generator states and replays what was prefetched but unused.
+    It is no DataLoader on purpose: Lightning would replace its sampler and call its state methods.
+
+    One pass yields ``num_micro_steps`` batches; a pass that starts at micro-step ``m`` yields the
+    rest. ``len`` is always the full number, because Lightning itself counts the steps before a
+    resume. Before each batch the generators of torch, numpy and random are seeded from (seed, rank,
+    m). This replaces saved generator states, and replays batches that were prefetched but unused.
 
     Attributes:
-        micro_step: the next to be handed out; what a checkpoint must hold.
-        accumulation: batches that only go together, where each epoch is a pass.
-        num_again: samples that are read twice since :meth:`load_state_dict`: see
+        micro_step: the next one; what a checkpoint stores.
+        accumulation: batches per optimizer step if each epoch is a pass, else 1.
+        num_again: samples read twice since :meth:`load_state_dict`, see
             :meth:`TrainSampler.translate`.
-        shift: micro-steps that the sampler is ahead of the passes. Not 0 after a change of the
-            batch or the number of processes: then the sampler goes on at the same sample, and the
-            pass at the step where Lightning stands.
+        shift: micro-steps that the sampler is ahead of the passes. It is 0 unless the batch size
+            or the number of processes changed: then the sampler continues at the same sample, and
+            the pass at Lightning's step.
         seconds_waited: wall time spent waiting for the loader so far [s].
     """
 
@@ -53,7 +54,7 @@ class BatchStream:
     ) -> None:
         self.loader = loader
         self.frames = frames
-        self.order = sampler
+        self.order = sampler  # Lightning inspects an attribute `sampler`
         self.num_micro_steps = num_micro_steps
         self.micro_step = micro_step
         self.accumulation = accumulation
@@ -66,8 +67,7 @@ class BatchStream:
         return self.num_micro_steps
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator: nothing opens before the first batch is asked for, and Lightning calls iter()
-        # twice.
+        # A generator, so that the loader opens with the first batch: Lightning calls iter() twice.
         start = self.micro_step
         stop = ((start - self.shift) // self.num_micro_steps + 1) * self.num_micro_steps
         stop += self.shift
@@ -85,44 +85,44 @@ class BatchStream:
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Share of the images that were decoded before; None where none are kept."""
+        """Share of the images that came from the image cache; None without one."""
         return self.loader.stats.cache_hit_rate
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands, in plain numbers."""
+        """Position of the stream and what its order depends on, in plain numbers."""
         return {"micro_step": self.micro_step, **_identity(self.order)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where another stream stopped.
+        """Continue where another stream stopped.
 
         Raises:
-            InputError: seed or number of samples differ, with which the order would be another.
+            InputError: the seed or the number of samples differs, and with it the order.
         """
         for name in ("seed", "num_samples"):
             own = getattr(self.order, name)
             if state.get(name) != own:
                 raise InputError(
                     f"the checkpoint's data stream has {name} = {state.get(name)} and this run has "
-                    f"{own}, so it cannot go on at the same sample: set it back, or start anew "
-                    f"from the weights with init_from=<checkpoint>"
+                    f"{own}, so it cannot resume at the same sample; set it back, or start a new "
+                    f"run from its weights with init_from=<checkpoint>"
                 )
         self.micro_step, self.num_again = self.order.translate(state, self.accumulation)
 
 
 class WindowedStream:
-    """A training stream that shows the batches of the optimizer step at work.
+    """A training stream that exposes all batches of the current optimizer step.
 
-    A loss that is divided by what the whole step holds must know that before the first backward
-    pass. The price is the memory of the window's batches. Batches, their order, the generators
-    during each of them and the stream's place between two optimizer steps are as without.
+    A loss that is normalised over the whole step needs them before the first backward pass. The
+    price is the memory of the window's batches. Batches, order, random generators and the state
+    between two optimizer steps are the same as without a window.
 
     Args:
-        stream: hands out the batches.
-        size: micro-steps of an optimizer step. The last window of a pass may be shorter, as
-            Lightning's last optimizer step of an epoch is.
+        stream: yields the batches.
+        size: micro-steps per optimizer step. The last window of a pass may be shorter, like
+            Lightning's last optimizer step of an epoch.
 
     Attributes:
-        window: the batches of the optimizer step at work.
+        window: the batches of the current optimizer step.
     """
 
     def __init__(self, stream: BatchStream, size: int) -> None:
@@ -136,7 +136,7 @@ class WindowedStream:
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Share of the images that were decoded before; None where none are kept."""
+        """Share of the images that came from the image cache; None without one."""
         return self.stream.cache_hit_rate
 
     def __len__(self) -> int:
@@ -149,7 +149,7 @@ class WindowedStream:
                 self.window = window
                 first = self.stream.micro_step - len(window)
                 for offset, batch in enumerate(window):
-                    # The stream has set the generators for the window's last batch by now.
+                    # The stream has already seeded the generators for the window's last batch.
                     seed_everything(sampler.seed, sampler.rank, first + offset)
                     yield batch
         finally:
@@ -157,7 +157,7 @@ class WindowedStream:
 
 
 class EvaluationStream:
-    """Evaluation's iterable: all batches of its sampler, from the start each time.
+    """Iterable of evaluation batches: all of a sampler, from the start on each iteration.
 
     Attributes:
         seconds_waited: wall time spent waiting for the loader so far [s].
@@ -166,7 +166,7 @@ class EvaluationStream:
     def __init__(self, loader: Loader, frames: FrameSource, sampler: SceneSampler) -> None:
         self.loader = loader
         self.frames = frames
-        self.order = sampler
+        self.order = sampler  # Lightning inspects an attribute `sampler`
         self.seconds_waited = 0.0
 
     def __len__(self) -> int:
@@ -185,11 +185,17 @@ class EvaluationStream:
 
 
 def seed_everything(seed: int, rank: int, micro_step: int) -> None:
-    """Set the generators of torch (all devices), numpy and random from three numbers."""
-    words = np.random.SeedSequence([seed, rank, micro_step]).generate_state(3, np.uint32)
-    torch.manual_seed(int(words[0]))
-    np.random.seed(int(words[1]))  # noqa: NPY002  what third parties draw from
-    random.seed(int(words[2]))
+    """Seed the generators of torch (all devices), numpy and random for a micro-step."""
+    seeds = np.random.SeedSequence([seed, rank, micro_step]).generate_state(3, np.uint32)
+    torch.manual_seed(int(seeds[0]))
+    np.random.seed(int(seeds[1]))  # noqa: NPY002  the generator that third parties use
+    random.seed(int(seeds[2]))
+
+
+def is_stream_state(value: object) -> bool:
+    """Whether a value of a checkpoint is the state of a :class:`BatchStream`."""
+    keys = {"micro_step", "seed", "num_samples", "batch_size", "world_size"}
+    return isinstance(value, dict) and keys <= value.keys()
 
 
 def _identity(sampler: TrainSampler) -> dict[str, int]:

@@ -14,7 +14,7 @@ import torch
 from bev_lightning.classes import DETECTION_CLASSES
 from bev_lightning.data.atomic_files import lock, replace_file
 from bev_lightning.data.loaders.torch import read_points
-from bev_lightning.data.nuscenes.index import Index
+from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.data.resumable_jobs import close_parts, make_parts, open_parts, read_part
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.gt_database import SCHEMA, SCHEMA_VERSION, GroundTruthDatabase
@@ -28,7 +28,7 @@ _EVERYWHERE = (-1000.0, -1000.0, -100.0, 1000.0, 1000.0, 100.0)
 
 
 def build_ground_truth(
-    index: Index,
+    index: SampleIndex,
     split: str,
     lidar: LidarInput,
     on_missing: Literal["error", "skip"] = "error",
@@ -69,13 +69,13 @@ def build_ground_truth(
     return database
 
 
-def ground_truth_path(index: Index, split: str, lidar: LidarInput) -> Path:
+def ground_truth_path(index: SampleIndex, split: str, lidar: LidarInput) -> Path:
     """Where the database of a split lies."""
     name = index.path.stem.removesuffix("-index")
     return index.path.with_name(f"{name}-ground-truth-{split}-{lidar.sweeps}sweeps.arrow")
 
 
-def _stamp(index: Index, tokens: Sequence[str], lidar: LidarInput) -> str:
+def _stamp(index: SampleIndex, tokens: Sequence[str], lidar: LidarInput) -> str:
     parts = [index.stamp, str(lidar.sweeps), str(lidar.min_distance), *tokens]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -98,7 +98,7 @@ def _open_current(
 def _write(
     path: Path,
     stamp: str,
-    index: Index,
+    index: SampleIndex,
     tokens: Sequence[str],
     lidar: LidarInput,
     on_missing: Literal["error", "skip"],

@@ -1,4 +1,4 @@
-"""The LightningDataModule: from a data root to the streams that training and evaluation read."""
+"""LightningDataModule of a nuScenes data set: index, samples, and resumable batch streams."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,8 +10,14 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from bev_lightning.classes import check_classes
-from bev_lightning.data.batch_stream import BatchStream, EvaluationStream, WindowedStream
+from bev_lightning.data.batch_stream import (
+    BatchStream,
+    EvaluationStream,
+    WindowedStream,
+    is_stream_state,
+)
 from bev_lightning.data.build_gt_database import build_ground_truth
+from bev_lightning.data.checks import check_on_missing
 from bev_lightning.data.class_balance import balance, count_boxes
 from bev_lightning.data.loaders.image_cache import (
     CacheKind,
@@ -20,7 +26,8 @@ from bev_lightning.data.loaders.image_cache import (
     open_image_cache,
 )
 from bev_lightning.data.loaders.protocol import Loader
-from bev_lightning.data.nuscenes.index import Index, open_index
+from bev_lightning.data.nuscenes.index import open_index
+from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.data.nuscenes.sensor_rig import SensorRig
 from bev_lightning.data.samplers import SceneSampler, TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
@@ -33,17 +40,19 @@ from bev_lightning.structures import Inputs
 
 
 class DetectionDataModule(LightningDataModule):
-    """Reads a nuScenes data set for one model.
+    """Loads a nuScenes data set for one model; subclass it for a data set of another format.
 
-    Training reads an endless stream whose order and augmentation are functions of the seed;
-    evaluation reads its split in order, whole scenes to each rank, all of which make the same
-    number of steps. A rank that is done early repeats its last sample: a sample's first result
-    counts. It reads no history, for a model meets each scene's frames one after the other.
+    Training reads an endless stream whose order and augmentation are functions of the seed.
+    Evaluation reads its split in order: whole scenes per rank, and the same number of steps on all
+    ranks. A rank that finishes early repeats its last sample, and a sample's first result counts.
+    Evaluation loads no history, since a temporal model gets the frames of a scene one by one.
+
+    A data set that is not in nuScenes format needs a subclass that overrides :meth:`open_index` to
+    return a :class:`SampleIndex`.
 
     Attributes:
-        index: the data set's index, from :meth:`setup` on.
-        stream: training's batches, from :meth:`train_dataloader` on; ``seconds_waited`` tells how
-            long the model waited for them.
+        index: index of the data set, from :meth:`setup` on.
+        stream: batches of training, from :meth:`train_dataloader` on.
     """
 
     def __init__(
@@ -71,51 +80,52 @@ class DetectionDataModule(LightningDataModule):
         cache_gib: float = 8.0,
         sensors: SensorRig | None = None,
     ) -> None:
-        """Keep the settings; nothing is read before :meth:`prepare_data`.
+        """Check and store the settings; nothing is read before :meth:`prepare_data`.
 
         Args:
             root: data root.
             version: folder of the tables.
-            train_split, val_split: official splits, or ones of the version folder's splits.json.
+            train_split, val_split: official splits, or splits in the version folder's splits.json.
             batch_size, val_batch_size: samples per process.
-            on_missing: what to do with samples whose files are missing or cannot be read: stop with
-                a sentence, or leave them out (missing) or replace them by the next (unreadable),
-                counted and reported at the end. The metric counts them as samples without
-                predictions.
+            on_missing: policy for samples whose files are missing or unreadable. "error" stops.
+                "skip" leaves missing ones out, replaces unreadable ones by the next sample, and
+                reports both; the metric counts them as samples without predictions.
             classes: names in the order of the labels.
-            num_workers: processes that make the synthetic data set and look at the tables.
-            inputs: what the model reads.
-            augment: of training; None for none.
+            num_workers: processes that generate the synthetic data set and read the tables.
+            inputs: sensors that the model reads.
+            augment: training augmentation; None for none.
             loader: reads the files.
-            cache_dir: where indexes live, outside the root.
-            seed: of order and augmentation.
-            synthetic: makes the data set at the root where it is absent.
-            min_points, target_range: see :class:`FrameSource`; which boxes are targets.
-            cbgs: see training samples so often that the classes are balanced
+            cache_dir: folder of the index files, outside the root.
+            seed: of sample order and augmentation.
+            synthetic: generates the data set at the root if it is absent.
+            min_points, target_range: which boxes are targets, see :class:`FrameSource`.
+            cbgs: class-balanced grouping and sampling of the training samples
                 (:func:`bev_lightning.data.class_balance.balance`).
             gt_sampling: objects of other scenes pasted into the training samples of a lidar
                 model; None for none.
-            cache, cache_gib: where training keeps decoded images, and how many, per process.
+            cache, cache_gib: where training caches decoded images, and the size per process.
             sensors: the rig; None for nuScenes' cars.
+
+        Raises:
+            InputError: a setting is invalid, or two contradict each other.
         """
         super().__init__()
-        if on_missing not in ("error", "skip"):
-            raise InputError(f"data.on_missing={on_missing} is unknown: use error or skip")
+        check_on_missing(on_missing)
         check_classes(classes)
         if batch_size < 1 or val_batch_size < 1:
             raise InputError(
-                f"data.batch_size={batch_size} and data.val_batch_size={val_batch_size} must be 1 "
-                f"or more"
+                f"data.batch_size={batch_size} and data.val_batch_size={val_batch_size} must be at "
+                "least 1"
             )
         if synthetic is not None and synthetic.version != version:
             raise InputError(
-                f"data.version={version} but data.synthetic.version={synthetic.version}: set both "
-                f"alike"
+                f"data.version={version} and data.synthetic.version={synthetic.version} differ; "
+                "set both to the same value"
             )
         if target_range is not None and len(target_range) != 6:
             raise InputError(
-                f"data.target_range={list(target_range)} must be 6 numbers: x, y, z minima and "
-                f"maxima [m]; or null for the lidar's range"
+                f"data.target_range={list(target_range)} must be six numbers, the minima of x, y, "
+                "z and their maxima [m]; use null for the lidar's range"
             )
         check_image_cache(cache, loader)
         if gt_sampling is not None:
@@ -132,30 +142,30 @@ class DetectionDataModule(LightningDataModule):
         self.cbgs, self.gt_sampling = cbgs, gt_sampling
         self.cache, self.cache_gib = cache, cache_gib
         self.rig = SensorRig() if sensors is None else sensors
-        self.index: Index | None = None
+        self.index: SampleIndex | None = None
         self.stream: BatchStream | None = None
         self._image_cache: ImageCache | None = None
         self._frames: dict[str, FrameSource] = {}
         self._state: dict[str, int] | None = None
 
     def prepare_data(self) -> None:
-        """Once per node: make the synthetic data set, the index and, unless a trainer only
-        evaluates, the objects to paste, where they are absent or out of date."""
+        """Build what is absent or out of date, once per node: the synthetic data set, the index
+        and, for training, the database of objects to paste."""
         index = self.open_index()
         if self.gt_sampling is not None and (self.trainer is None or self.trainer.training):
             self.open_ground_truth(index)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the index and look for the files of the splits that the stage reads.
+        """Open the index and check that the files of the splits exist.
 
         Args:
             stage: fit, validate, test or predict; None for all.
 
         Raises:
-            InputError: the index, a split, a class or a file is not there.
+            InputError: the index, a split, a class or a file is missing.
         """
         if self.index is None:
-            self.index = self._index()
+            self.index = self.open_index()
         if stage in (None, "fit") and "train" not in self._frames:
             self._frames["train"] = self._training_source(self.index)
         if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
@@ -163,27 +173,37 @@ class DetectionDataModule(LightningDataModule):
         if stage in (None, "predict") and "predict" not in self._frames:
             self._frames["predict"] = self._evaluation_source(with_targets=False)
 
-    def open_index(self) -> Index:
-        """Open the index of the data set; build it, and a synthetic data set, where absent."""
+    def open_index(self) -> SampleIndex:
+        """Open the index of the data set; build it, and a synthetic data set, where absent.
+
+        Override it to read a data set of another format. It is called once per node before the
+        other processes call it.
+        """
         if self.synthetic is not None:
             generate(Path(self.root), self.synthetic, self.num_workers)
-        return self._index()
+        return open_index(
+            self.root,
+            self.version,
+            self.cache_dir,
+            self.num_workers,
+            reference=self.rig.reference,
+        )
 
     def warn_of_derived_motion(self) -> None:
-        """Name the scenes without CAN bus files: for models that read them, after :meth:`setup`."""
+        """Warn of scenes without CAN bus files; for models that read them, after :meth:`setup`."""
         assert self.index is not None
         absent = self.index.scenes_without_can_bus
         if absent:
             num = len({self.index.scene(token) for token in self.index.tokens})
             rank_zero_warn(
                 f"{len(absent)} of {num} scenes have no CAN bus file, for instance {absent[0]}: "
-                f"their ego motion comes from the ego poses; put can_bus/ into {self.root} to read "
-                f"what was measured"
+                f"their ego motion is derived from the ego poses; copy can_bus/ into {self.root} "
+                "to use the measured one"
             )
 
-    def open_ground_truth(self, index: Index, renew: bool = False) -> GroundTruthDatabase:
-        """What pasting draws from: the objects of the training split, made where it is absent;
-        ``renew`` as of :func:`build_ground_truth`."""
+    def open_ground_truth(self, index: SampleIndex, renew: bool = False) -> GroundTruthDatabase:
+        """Open the database of the training split's objects, which are pasted into samples; build
+        it if it is absent. ``renew`` as of :func:`build_ground_truth`."""
         lidar = check_lidar_only(self.inputs)
         return build_ground_truth(
             index, self.train_split, lidar, self.on_missing, self.num_workers, renew
@@ -202,33 +222,33 @@ class DetectionDataModule(LightningDataModule):
     def list_tokens(
         self, name: Literal["val", "predict"], num_batches: int | None = None
     ) -> list[str]:
-        """Sample tokens that an evaluation answers for, whether their files can be read or not.
+        """Sample tokens that an evaluation reports results for.
 
         Args:
-            num_batches: where it stops before the end, the batches that each process takes: then
-                it answers for the samples of these, and for none with missing files. None: for the
-                whole split, those with missing files among it.
+            num_batches: batches per process if the evaluation stops early: then only the samples of
+                these batches, none of which has missing files. None: the whole split, including
+                samples with missing files.
         """
         frames = self._opened(name)
         if num_batches is None:
             assert self.index is not None
             return self.index.split(self.val_split)
-        sizes, (_, world_size) = frames.scene_sizes(), self._place()
-        places = set()
+        sizes, (_, world_size) = frames.scene_sizes(), self._rank_and_world_size()
+        positions = set()
         for rank in range(world_size):
             sampler = SceneSampler(sizes, self.val_batch_size, rank, world_size)
             for step in range(min(num_batches, len(sampler))):
-                places |= {position for _, position in sampler.batch(step)}
-        return [frames.tokens[place] for place in sorted(places)]
+                positions |= {position for _, position in sampler.batch(step)}
+        return [frames.tokens[position] for position in sorted(positions)]
 
     @property
     def steps_per_epoch(self) -> int:
-        """Micro-steps in which all ranks together read the training split once."""
-        return len(self._sampler())
+        """Micro-steps per epoch, in which all ranks together read the training split once."""
+        return len(self._train_sampler())
 
     def train_dataloader(self) -> BatchStream | WindowedStream:
-        """The endless stream, from the micro-step that a checkpoint brought along."""
-        sampler = self._sampler()
+        """Endless stream of training batches, from the micro-step of the loaded checkpoint on."""
+        sampler = self._train_sampler()
         trainer = self.trainer
         num_micro_steps, accumulation, done = len(sampler), 1, None
         if trainer is not None:
@@ -251,28 +271,48 @@ class DetectionDataModule(LightningDataModule):
                 self.stream.shift = self.stream.micro_step - done
             if self.stream.num_again:
                 rank_zero_warn(
-                    f"{self.stream.num_again} samples of the epoch are read again, for the batches "
-                    "of this run are others"
+                    f"{self.stream.num_again} samples of the epoch are read twice, because the "
+                    "checkpoint's run had another batch size or number of processes"
                 )
         if trainer and getattr(trainer.lightning_module, "loss_norm", None) == "effective":
             return WindowedStream(self.stream, trainer.accumulate_grad_batches)
         return self.stream
 
-    def count_done(self, state: dict[str, int], num_steps: int) -> tuple[int, int]:
-        """Micro-steps of this run's batches that stand for what a checkpoint's run has done: in
-        all, and of its last epoch.
+    def restore_progress(self, checkpoint: dict[str, Any]) -> tuple[int, int]:
+        """Prepare a checkpoint for a resume and count its progress in this run's micro-steps.
+
+        Lightning stores the state of a DataModule under the name of its class. A state that another
+        class of this kind has written, for instance the base class of a subclass, is moved under
+        the name of this one, so that Lightning finds it.
 
         Args:
-            state: of the checkpoint's stream.
-            num_steps: optimizer steps of the checkpoint.
+            checkpoint: as Lightning loads it.
+
+        Returns:
+            micro-steps done in all, and in the current epoch. They differ from the checkpoint's own
+            counts where its run had another batch size, number of processes or accumulation.
+
+        Raises:
+            InputError: the checkpoint has no position in the training data.
         """
+        own = type(self).__qualname__
+        if own not in checkpoint:
+            found = [value for value in checkpoint.values() if is_stream_state(value)]
+            if not found:
+                raise InputError(
+                    f"the checkpoint has no position in the training data ({own} has not saved "
+                    f"one), so training cannot resume at the same sample; start a new run from its "
+                    f"weights with init_from=<checkpoint>"
+                )
+            checkpoint[own] = found[0]
         trainer = self.trainer
         assert trainer is not None
-        if trainer.max_steps > 0:  # one pass for all of them
-            done = num_steps * trainer.accumulate_grad_batches
+        accumulation = trainer.accumulate_grad_batches
+        if trainer.max_steps > 0:  # one pass over all steps
+            done = checkpoint["global_step"] * accumulation
             return done, done
-        sampler = self._sampler()
-        done, _ = sampler.translate(state, trainer.accumulate_grad_batches)
+        sampler = self._train_sampler()
+        done, _ = sampler.translate(checkpoint[own], accumulation)
         return done, (done - 1) % len(sampler) + 1 if done else 0
 
     def val_dataloader(self) -> EvaluationStream:
@@ -288,14 +328,14 @@ class DetectionDataModule(LightningDataModule):
         return self._evaluation("predict")
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the training stream, in plain numbers; empty before there is one."""
+        """Position in the training stream, in plain numbers; empty before there is a stream."""
         return {} if self.stream is None else dict(self.stream.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at a checkpoint's place; checked when the stream opens.
+        """Continue at a checkpoint's position; checked when the stream opens.
 
         Raises:
-            InputError: the stream is open and its order is another.
+            InputError: the stream is open and its order differs.
         """
         if not state_dict:
             return
@@ -304,7 +344,7 @@ class DetectionDataModule(LightningDataModule):
             self.stream.load_state_dict(self._state)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Report what could not be read and was replaced."""
+        """Report the samples that could not be read and were replaced."""
         skipped = self.loader.stats.skipped
         if skipped:
             warnings.warn(
@@ -313,8 +353,8 @@ class DetectionDataModule(LightningDataModule):
                 stacklevel=2,
             )
 
-    def _training_source(self, index: Index) -> FrameSource:
-        """The training split with its augmentation, balanced and pasted into as asked."""
+    def _training_source(self, index: SampleIndex) -> FrameSource:
+        """The training split with augmentation, class balancing and ground-truth sampling."""
         gt_sampler = None
         if self.gt_sampling is not None:
             gt_sampler = GTSampler(
@@ -338,7 +378,7 @@ class DetectionDataModule(LightningDataModule):
         return source
 
     def _evaluation_source(self, with_targets: bool = True) -> FrameSource:
-        """The validation split; without history, which a model has seen already."""
+        """The validation split without history, which a temporal model has seen already."""
         inputs = replace(self.inputs, history=0)
         return self._source(self.val_split, inputs, with_targets=with_targets)
 
@@ -374,31 +414,28 @@ class DetectionDataModule(LightningDataModule):
             )
         return source
 
-    def _index(self) -> Index:
-        place = (self.root, self.version, self.cache_dir, self.num_workers)
-        return open_index(*place, self.rig.reference)
-
     def _opened(self, name: str) -> FrameSource:
         if name not in self._frames:
             raise RuntimeError(f"call setup() before the {name} samples are used")
         return self._frames[name]
 
-    def _sampler(self) -> TrainSampler:
-        rank, world_size = self._place()
-        told = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        if told is not None:
-            # Processes that share the work on the same samples count as one.
-            rank, world_size = told["rank"], told["num_replicas"]
+    def _train_sampler(self) -> TrainSampler:
+        rank, world_size = self._rank_and_world_size()
+        strategy_ranks = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        if strategy_ranks is not None:
+            # Processes of a strategy that work on the same samples count as one.
+            rank, world_size = strategy_ranks["rank"], strategy_ranks["num_replicas"]
         return TrainSampler(
             len(self._opened("train")), self.batch_size, rank, world_size, seed=self.seed
         )
 
     def _evaluation(self, name: str) -> EvaluationStream:
         frames = self._opened(name)
-        sampler = SceneSampler(frames.scene_sizes(), self.val_batch_size, *self._place())
+        sampler = SceneSampler(
+            frames.scene_sizes(), self.val_batch_size, *self._rank_and_world_size()
+        )
         return EvaluationStream(self.loader, frames, sampler)
 
-    def _place(self) -> tuple[int, int]:
-        """This process's rank, and how many there are."""
+    def _rank_and_world_size(self) -> tuple[int, int]:
         trainer = self.trainer
         return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)

@@ -1,4 +1,4 @@
-"""Deterministic, resumable sample order of training and evaluation."""
+"""Deterministic, resumable sample order for training and evaluation."""
 
 import math
 from collections.abc import Sequence
@@ -9,20 +9,18 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TrainSampler:
-    """Training's order: which samples each micro-step reads on this rank.
+    """Training order: a permutation per epoch, independent of the number of ranks.
 
-    The last batch of an epoch is filled from its beginning, so that all batches are full (few
-    samples wrap round as often as needed).
-
-    The samples of one global step are dealt out to the ranks like cards, so that the global order
-    does not depend on the number of ranks.
+    The last batch of an epoch is filled up from the epoch's start, so that all batches are full
+    (a small split wraps around as often as needed). The samples of a global step go to the ranks
+    round-robin.
 
     Attributes:
         num_samples: samples of the split; a position is an index into ``FrameSource.tokens``.
-        batch_size: samples of one rank's batch.
-        rank, world_size: this process among all.
-        seed: of the order.
-        shuffle: anew each epoch; False keeps the split's order.
+        batch_size: samples per batch and rank.
+        rank, world_size: of this process.
+        seed: of the permutations.
+        shuffle: False keeps the order of the split.
     """
 
     num_samples: int
@@ -43,25 +41,25 @@ class TrainSampler:
         return math.ceil(self.num_samples / (self.batch_size * self.world_size))
 
     def batch(self, micro_step: int) -> list[tuple[int, int]]:
-        """``(epoch, position)`` of each sample of the batch of an endless micro-step, 0 or more."""
+        """``(epoch, position)`` of each sample of a micro-step's batch; micro-steps never end."""
         epoch, step = divmod(micro_step, len(self))
         order = self._order(epoch)
         start = step * self.batch_size * self.world_size + self.rank
-        places = [start + i * self.world_size for i in range(self.batch_size)]
-        return [(epoch, int(order[place % self.num_samples])) for place in places]
+        slots = [start + i * self.world_size for i in range(self.batch_size)]
+        return [(epoch, int(order[slot % self.num_samples])) for slot in slots]
 
     def translate(self, state: dict[str, int], accumulation: int = 1) -> tuple[int, int]:
-        """The micro-step that goes on where a sampler of other batches or processes stopped.
+        """Micro-step at which to continue where a sampler with other batches or ranks stopped.
 
-        The order of an epoch's samples is the same for both. Where the next batch would begin in
-        the middle of one of ours, ours is read from its beginning.
+        Both have the same order within an epoch. If the other one stopped in the middle of one of
+        our batches, that batch is read from its start.
 
         Args:
-            state: of the other one's stream.
-            accumulation: batches that only go together.
+            state: of the other sampler's stream.
+            accumulation: batches per optimizer step, which are never split.
 
         Returns:
-            our micro-step, and how many samples are read again.
+            our micro-step, and the number of samples that are read again.
         """
         size, count = state["batch_size"], state["world_size"]
         if (size, count) == (self.batch_size, self.world_size):
@@ -75,31 +73,29 @@ class TrainSampler:
     def _order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.num_samples)
-        # One permutation is remembered: batches of an epoch are asked for one after the other.
-        remembered = self.__dict__.get("_remembered")
-        if remembered is None or remembered[0] != epoch:
-            remembered = (
-                epoch,
-                np.random.default_rng([self.seed, epoch]).permutation(self.num_samples),
-            )
-            object.__setattr__(self, "_remembered", remembered)
-        return remembered[1]
+        # The permutation of the current epoch is cached.
+        cached = self.__dict__.get("_cached")
+        if cached is None or cached[0] != epoch:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+            cached = (epoch, order)
+            object.__setattr__(self, "_cached", cached)
+        return cached[1]
 
 
 @dataclass(frozen=True)
 class SceneSampler:
-    """Evaluation's order: whole scenes to each rank, forward in time.
+    """Evaluation order: whole scenes per rank, forward in time.
 
-    A model that remembers the frame before finds it on its own rank. Every rank gets scenes that
-    follow each other, so cut that the longest share is as short as such a cut allows, and makes the
-    number of steps that this share takes. Its last batch may be short; after that it repeats its
-    last sample, behind which nothing comes that could miss the memory of its scene (a rank without
-    scenes: the last sample of the rank before it). A sample's first result counts.
+    A temporal model finds the previous frame on its own rank. Each rank gets consecutive scenes,
+    and the largest share is as small as consecutive scenes allow. All ranks make the number of
+    steps of the largest share: a rank's last batch may be short, and after it the rank repeats its
+    last sample (a rank without scenes: the last sample of the previous rank). A sample's first
+    result counts.
 
     Attributes:
-        scenes: samples of each scene, in the order of their positions.
-        batch_size: samples of one rank's batch.
-        rank, world_size: this process among all.
+        scenes: number of samples of each scene, in the order of their positions.
+        batch_size: samples per batch and rank.
+        rank, world_size: of this process.
     """
 
     scenes: tuple[int, ...]
@@ -133,8 +129,8 @@ class SceneSampler:
 
 
 def _cut(scenes: Sequence[int], num_shares: int) -> list[int]:
-    """Samples of each share when scenes are cut into rows of neighbours, the largest as small as
-    can be; shares at the end may be empty."""
+    """Number of samples of each share of consecutive scenes, with the smallest possible maximum;
+    the last shares may be empty."""
     low, high = max(scenes), sum(scenes)
     while low < high:
         limit = (low + high) // 2
@@ -147,7 +143,7 @@ def _cut(scenes: Sequence[int], num_shares: int) -> list[int]:
 
 
 def _fill(scenes: Sequence[int], limit: int) -> list[int]:
-    """Shares that take the next scene as long as they stay within the limit."""
+    """Shares filled greedily with the next scenes, each up to the limit."""
     shares = [0]
     for scene in scenes:
         if shares[-1] + scene > limit:

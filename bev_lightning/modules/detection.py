@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
 from bev_lightning.losses.detection import DetectionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator, Scores
@@ -27,6 +27,29 @@ from bev_lightning.models.protocol import (
 from bev_lightning.modules.optimizer import OptimizerFactory, match_multipliers
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
 from bev_lightning.structures import Batch, Boxes3D, Inputs
+
+
+@runtime_checkable
+class DetectionData(Protocol):
+    """A LightningDataModule that resumes at the same sample and names the evaluated samples.
+
+    Training works with any LightningDataModule; one without these methods resumes without a check,
+    and its evaluation covers the samples that have predictions.
+    """
+
+    def warn_of_derived_motion(self) -> None:
+        """Warn of samples whose ego motion was not measured; for models that read it."""
+        ...
+
+    def list_tokens(
+        self, name: Literal["val", "predict"], num_batches: int | None = None
+    ) -> list[str]:
+        """Sample tokens that an evaluation of so many batches per process reports results for."""
+        ...
+
+    def restore_progress(self, checkpoint: dict[str, Any]) -> tuple[int, int]:
+        """Prepare a checkpoint for a resume; micro-steps done in all and in the current epoch."""
+        ...
 
 
 class DetectionModule(L.LightningModule):
@@ -222,14 +245,16 @@ class DetectionModule(L.LightningModule):
         checkpoint["bev_lightning"] = self.provenance
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Have Lightning count in this run's micro-steps, where a run of other batches, processes
-        or accumulation has written the checkpoint."""
+        """Convert Lightning's progress to this run's micro-steps: the checkpoint's run may have had
+        another batch size, number of processes or accumulation."""
+        # Only training resumes; nothing is done yet at step 0.
+        if self.trainer.state.fn != TrainerFn.FITTING or not checkpoint["global_step"]:
+            return
         data = self._datamodule()
-        state = checkpoint.get("DetectionDataModule")
-        if data is None or not state:
+        if data is None:
             return
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        counts = data.count_done(state, checkpoint["global_step"])
+        counts = data.restore_progress(checkpoint)
         for kind, count in zip(("total", "current"), counts, strict=True):
             # The file is written when a batch is ready and processed, but not yet completed.
             difference = count - progress[kind]["ready"]
@@ -327,9 +352,9 @@ class DetectionModule(L.LightningModule):
         cut = int(limits[0]) if limits[0] < len(batches) else None
         return {token: found.get(token, []) for token in data.list_tokens(name, cut)}
 
-    def _datamodule(self) -> DetectionDataModule | None:
+    def _datamodule(self) -> DetectionData | None:
         data = getattr(self.trainer, "datamodule", None)
-        return data if isinstance(data, DetectionDataModule) else None
+        return data if isinstance(data, DetectionData) else None
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,7 @@ from bev_lightning.data.synthetic.dataset import SyntheticSpec
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.data.transforms.gt_sampling import GTSampling
 from bev_lightning.errors import InputError
+from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.structures import CameraInput, Inputs, LidarInput
 
 CLASSES = ("car", "pedestrian")
@@ -25,7 +26,7 @@ RANGE = (-20.0, -20.0, -5.0, 20.0, 20.0, 5.0)
 def make_data(make_tree, tmp_path: Path):
     root = make_tree(scenes=(("scene-0061", 3), ("scene-0103", 3)))
 
-    def make(**changes) -> DetectionDataModule:
+    def make(kind: type = DetectionDataModule, **changes) -> DetectionDataModule:
         arguments = {
             "root": str(root),
             "version": "v1.0-mini",
@@ -42,7 +43,7 @@ def make_data(make_tree, tmp_path: Path):
             "cache_dir": str(tmp_path / "cache"),
             "seed": 3,
         }
-        return DetectionDataModule(**{**arguments, **changes})
+        return kind(**{**arguments, **changes})
 
     return make
 
@@ -154,6 +155,63 @@ def test_a_resumed_run_equals_an_undisturbed_one(make_data, tmp_path: Path, stop
         assert torch.equal(value, second.state_dict()[name])
 
 
+class OwnDataModule(DetectionDataModule):
+    """A user's subclass with its own index."""
+
+    def open_index(self):
+        self.opened = True
+        return super().open_index()
+
+
+class Resuming(Noisy):
+    on_load_checkpoint = DetectionModule.on_load_checkpoint
+    _datamodule = DetectionModule._datamodule
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (OwnDataModule, OwnDataModule),
+        (DetectionDataModule, OwnDataModule),  # a checkpoint from before there was a subclass
+        (OwnDataModule, DetectionDataModule),
+    ],
+)
+@pytest.mark.parametrize("length", [{"max_steps": 4}, {"max_epochs": 2}])
+def test_a_subclass_resumes_in_the_middle_of_an_epoch(
+    make_data, tmp_path: Path, writer: type, reader: type, length: dict
+) -> None:
+    def fit(module: Noisy, kind: type, path: Path | None = None, **more) -> None:
+        fitting = trainer(tmp_path, limit_val_batches=0, **length, **more)
+        data = make_data(kind)
+        fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=path and True)
+        assert getattr(data, "opened", True)
+
+    torch.manual_seed(0)
+    whole, first, second = Resuming(), Resuming(), Resuming()
+    first.load_state_dict(whole.state_dict())
+    fit(whole, reader)
+    path = tmp_path / "at.ckpt"
+    fit(first, writer, callbacks=[_SaveAndStop(3, path)])  # of two steps per epoch
+    assert writer.__qualname__ in torch.load(path, weights_only=True)
+    fit(second, reader, path)
+    assert first.seen + second.seen == whole.seen
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+
+
+def test_a_checkpoint_without_a_position_in_the_data_is_refused(make_data, tmp_path: Path) -> None:
+    path = tmp_path / "at.ckpt"
+    fit = trainer(tmp_path, max_steps=2, callbacks=[_SaveAndStop(1, path)])
+    fit.fit(Resuming(), datamodule=make_data())
+    content = torch.load(path, weights_only=True)
+    del content["DetectionDataModule"]
+    torch.save(content, path)
+    with pytest.raises(InputError, match="has no position in the training data .*init_from="):
+        trainer(tmp_path, max_steps=2).fit(
+            Resuming(), datamodule=make_data(), ckpt_path=path, weights_only=True
+        )
+
+
 class _SaveAndStop(L.Callback):
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
@@ -237,7 +295,7 @@ def test_an_evaluation_answers_for_samples_that_cannot_be_read(make_data, monkey
     both = make_data(val_split="both", val_batch_size=1)
     splits = {"both": ["scene-0061", "scene-0103"]}
     (Path(data.root) / "v1.0-mini" / "splits.json").write_text(json.dumps(splits))
-    monkeypatch.setattr(both, "_place", lambda: (0, 2))
+    monkeypatch.setattr(both, "_rank_and_world_size", lambda: (0, 2))
     both.on_missing, both.inputs = "skip", data.inputs
     with pytest.warns(UserWarning, match="1 of 6 samples"):
         both.setup("validate")
