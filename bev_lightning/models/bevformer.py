@@ -33,6 +33,8 @@ class BEVFormer(nn.Module):
             that out.
     """
 
+    official_formats: tuple[str, ...] = ("bevformer",)
+
     def __init__(
         self,
         backbone: nn.Module,
