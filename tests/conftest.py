@@ -1,7 +1,13 @@
 """Fixtures that tests of several packages share."""
 
+import fcntl
 import math
 import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -141,3 +147,47 @@ def _make_batch(seed: int, boxes: Sequence[int] = (2, 3)) -> Batch:
         can_bus=torch.zeros(size, 18),
     )
     return replace(frame, targets=targets, history=(frame,))
+
+
+def _run_on_terminal(code: str) -> tuple[str, list[str]]:
+    """Run a program on a pseudo terminal: all that it writes, and the lines that stay there."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=terminal, stderr=terminal, close_fds=True
+    )
+    os.close(terminal)
+    output = b""
+    while True:
+        try:
+            data = os.read(controller, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        output += data
+    os.close(controller)
+    assert process.wait() == 0, output.decode()
+    return output.decode(), _screen(output.decode())
+
+
+def _screen(output: str) -> list[str]:
+    """The lines that stay on a terminal, without trailing blanks."""
+    lines = [""]
+    for character in output:
+        if character == "\r":
+            lines[-1] = "\r" + lines[-1].removeprefix("\r")
+        elif character == "\n":
+            lines[-1] = lines[-1].removeprefix("\r")
+            lines.append("")
+        elif lines[-1].startswith("\r"):
+            lines[-1] = character
+        else:
+            lines[-1] += character
+    return [line.removeprefix("\r").rstrip() for line in lines if line.strip("\r ")]
+
+
+@pytest.fixture
+def run_on_terminal() -> Callable[[str], tuple[str, list[str]]]:
+    """Runs a program on a pseudo terminal."""
+    return _run_on_terminal

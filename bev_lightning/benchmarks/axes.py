@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.config.auto_batch import replace_values
 from bev_lightning.hardware.machine import Machine, detect_machine
+from bev_lightning.progress import track
 
 
 def measure_axes(
@@ -66,7 +66,7 @@ def _measure(
     given = json.loads((run / "run.json").read_text())["overrides"]
     words = [word for word in given if word.lstrip("+").split("=")[0].split(".")[0] != "bench"]
     rows = []
-    for number, combination in enumerate(tqdm(combinations, "training", leave=False)):
+    for number, combination in enumerate(track(combinations, "training", unit="job")):
         rows.append(_train(words, combination, steps, run / "rows" / str(number)))
     note = (
         f"{steps} optimizer steps each. ms: of one sample, all processes together, on the wall; "

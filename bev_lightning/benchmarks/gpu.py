@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import torch
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from bev_lightning.benchmarks.report import Row
 from bev_lightning.config.compose import config_dir
 from bev_lightning.errors import InputError
+from bev_lightning.progress import track
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +49,7 @@ def check_gpu(
     ]
     if (config_dir() / "bench" / "ops.yaml").is_file():
         cases.insert(0, ["bench=ops"])
-    for number, case in enumerate(tqdm(cases, "measuring", leave=False)):
+    for number, case in enumerate(track(cases, "measuring", unit="job")):
         name = " ".join(word for word in case if word not in ("bench=step", *words))
         folder = run / f"{number}"
         folder.mkdir()

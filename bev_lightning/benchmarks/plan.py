@@ -7,9 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from bev_lightning.benchmarks.report import Row
+from bev_lightning.progress import track
 
 _MIB = 2**20
 
@@ -21,7 +21,7 @@ def measure(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], 
     process, which holds what the operators' libraries take for themselves too.
     """
     rows = []
-    for words in tqdm(jobs, "plans", leave=False):
+    for words in track(jobs, "plans", unit="job"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
             told, allocator, resident = fresh.submit(_compare, list(words)).result()
         more: dict[str, Any] = {

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+
+from bev_lightning.progress import track
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def time_all(
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for function in functions.values():
         function()
-    for _ in tqdm(range(repeats), what, leave=False):
+    for _ in track(range(repeats), what, unit="repeat"):
         for name, function in functions.items():
             samples[name].append(_time(function))
     return {

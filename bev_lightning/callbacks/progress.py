@@ -1,75 +1,60 @@
-"""The progress bar: micro-steps done and left, the loss, samples a second."""
+"""Progress of training, validation and prediction, with loss and speed."""
 
-import math
-import sys
 import time
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar as LightningProgressBar
 
 from bev_lightning.callbacks.speed import count_columns
+from bev_lightning.progress import Progress
 
 
-class ProgressBar(TQDMProgressBar):
-    """A bar of all micro-steps of the run, with the loss and the rate of all processes.
+class ProgressBar(LightningProgressBar):
+    """Shows optimizer steps done and left, the loss, samples a second and the last score.
 
-    It is drawn at most every ``interval_s`` seconds: each drawing reads the loss, for which a GPU
-    must be waited for. Into a file or a pipe, where every drawing is a line, it is drawn every
-    ``file_interval_s`` seconds. Only the first process draws.
+    See :class:`bev_lightning.progress.Progress`. The loss is read only when it is shown, because a
+    GPU must be waited for. Only the first process shows anything.
 
     Args:
-        interval_s, file_interval_s: least time between two drawings [s].
+        interval_s: least time between two updates [s]; None for half a second on a terminal and a
+            minute elsewhere.
     """
 
-    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-
-    def __init__(self, interval_s: float = 0.5, file_interval_s: float = 20.0) -> None:
+    def __init__(self, interval_s: float | None = None) -> None:
         super().__init__()
-        self.interval_s = interval_s if sys.stdout.isatty() else file_interval_s
-        self._drawn_at = -math.inf
+        self.interval_s = interval_s
+        self._enabled = True
+        self._training: Progress | None = None
+        self._evaluation: Progress | None = None
         self._samples = 0.0
         self._seconds = 0.0
-        self._mark = 0.0
+        self._last_batch_end = 0.0
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def disable(self) -> None:
+        self._enabled = False
 
     @property
-    def train_description(self) -> str:
-        return "train"
+    def is_enabled(self) -> bool:
+        return self._enabled
 
     @property
-    def validation_description(self) -> str:
-        return "validate"
+    def is_disabled(self) -> bool:
+        return not self._enabled
 
-    @property
-    def total_train_batches(self) -> int | float:
-        """Micro-steps of this epoch. (Lightning's own counts ``max_steps``, which are optimizer
-        steps, as micro-steps, and forgets those done before a resume.)"""
-        trainer = self.trainer
-        if trainer.max_steps < 0:
-            return trainer.num_training_batches
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        return min(trainer.num_training_batches, done + left)
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if not trainer.is_global_zero:
+            self.disable()
 
-    def get_metrics(
-        self, trainer: L.Trainer, pl_module: L.LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        shown: dict[str, int | str | float | dict[str, float]] = {}
-        if "train/loss" in trainer.callback_metrics:
-            shown["loss"] = f"{float(trainer.callback_metrics['train/loss']):.3f}"
-        if self._seconds:
-            shown["samples/s"] = f"{self._samples / self._seconds * count_columns(trainer):.1f}"
-        if "val/NDS" in trainer.callback_metrics:
-            shown["NDS"] = f"{float(trainer.callback_metrics['val/NDS']):.3f}"
-        return shown
-
-    def on_train_start(self, *args: Any) -> None:
-        super().on_train_start(*args)
-        self._samples, self._seconds, self._mark = 0.0, 0.0, 0.0
-
-    def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        super().on_train_epoch_start(trainer, *args)
-        self.train_progress_bar.set_description(self.train_description)
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._samples, self._seconds, self._last_batch_end = 0.0, 0.0, 0.0
+        self._training = self._start(
+            "train", trainer.estimated_stepping_batches, "step", trainer.global_step, leave=True
+        )
 
     def on_train_batch_end(
         self,
@@ -80,40 +65,89 @@ class ProgressBar(TQDMProgressBar):
         batch_idx: int,
     ) -> None:
         now = time.perf_counter()
-        if self._mark:
-            # A running mean over about the last 20 steps.
+        if self._last_batch_end:
+            # A running mean over about the last 20 micro-steps.
             self._samples = self._samples * 0.95 + len(batch)
-            self._seconds = self._seconds * 0.95 + now - self._mark
-        self._mark = now
-        if self._is_due(batch_idx + 1 == self.train_progress_bar.total):
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self._seconds = self._seconds * 0.95 + now - self._last_batch_end
+        self._last_batch_end = now
+        if self._training is not None:
+            count = trainer.global_step - self._training.done
+            self._training.update(count, lambda: self._describe(trainer))
 
-    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_validation_batch_start(trainer, *args, **kwargs)
-        self.val_progress_bar.set_description(self.validation_description, refresh=False)
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._close()
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if self._is_due(batch_idx + 1 == self.val_progress_bar.total):
-            super().on_validation_batch_end(
-                trainer, pl_module, outputs, batch, batch_idx, dataloader_idx
-            )
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        batches = (
+            trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        )
+        self._start_evaluation("validate", batches)
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.update()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_validation_end(trainer, pl_module)
-        if self._mark:
-            self._mark = time.perf_counter()
+        self._end_evaluation()
+        if self._last_batch_end:
+            self._last_batch_end = time.perf_counter()  # a validation is no training step
 
-    def _is_due(self, last: bool) -> bool:
-        now = time.monotonic()
-        if not last and now - self._drawn_at < self.interval_s:
-            return False
-        self._drawn_at = now
-        return True
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._start_evaluation("predict", trainer.num_predict_batches)
+
+    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.update()
+
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._end_evaluation()
+
+    def on_exception(self, *args: Any) -> None:
+        self._close()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        for progress in (self._training, self._evaluation):
+            if progress is not None:
+                progress.hide()
+        print(*args, **kwargs)
+
+    def _start(
+        self, name: str, total: float, unit: str, initial: int = 0, leave: bool = False
+    ) -> Progress:
+        return Progress(
+            name,
+            total,
+            unit,
+            initial,
+            leave=leave,
+            interval_s=self.interval_s,
+            enabled=self._enabled,
+        )
+
+    def _start_evaluation(self, name: str, batches: Any) -> None:
+        if self._training is not None:
+            self._training.hide()
+        total = sum(batches) if isinstance(batches, list) else batches
+        self._evaluation = self._start(name, total, "batch")
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
+            self._evaluation = None
+
+    def _close(self) -> None:
+        self._end_evaluation()
+        if self._training is not None:
+            self._training.close()
+            self._training = None
+
+    def _describe(self, trainer: L.Trainer) -> str:
+        metrics, parts = trainer.callback_metrics, []
+        if "train/loss" in metrics:
+            parts.append(f"loss {float(metrics['train/loss']):.3f}")
+        if self._seconds:
+            rate = self._samples / self._seconds * count_columns(trainer)
+            parts.append(f"{rate:.1f} samples/s")
+        if "val/NDS" in metrics:
+            parts.append(f"NDS {float(metrics['val/NDS']):.3f}")
+        return ", ".join(parts)

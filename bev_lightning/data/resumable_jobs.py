@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
-from tqdm import tqdm
 
 from bev_lightning.data.atomic_files import replace_file
 from bev_lightning.data.process_pool import map_in_processes
+from bev_lightning.progress import Progress
 
 _Job = TypeVar("_Job")
 # A process takes about a second to start.
@@ -68,10 +68,9 @@ def make_parts(
     missing = [(path, job) for path, job in jobs.items() if not path.exists()]
     done = len(jobs) - len(missing)
     num_workers = min(num_workers, len(missing) // _LEAST_PARTS_PER_PROCESS)
-    bar = tqdm(total=len(jobs), initial=done, desc=what, unit="part", delay=1, mininterval=1)
-    with bar:
+    with Progress(what, len(jobs), "part", initial=done, delay_s=1) as progress:
         for _ in map_in_processes(partial(_make_part, function), missing, num_workers):
-            bar.update()
+            progress.update()
 
 
 def write_part(path: Path, batches: Sequence[pa.RecordBatch]) -> None:

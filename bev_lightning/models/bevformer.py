@@ -33,8 +33,6 @@ class BEVFormer(nn.Module):
             that out.
     """
 
-    official_formats: tuple[str, ...] = ("bevformer",)
-
     def __init__(
         self,
         backbone: nn.Module,

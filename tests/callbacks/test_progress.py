@@ -1,7 +1,7 @@
-import io
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -28,7 +28,9 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def fit(folder: Path, bar: ProgressBar, **options: object) -> L.Trainer:
+def fit(
+    folder: Path, bar: ProgressBar, ckpt_path: Path | None = None, **options: object
+) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
@@ -42,59 +44,75 @@ def fit(folder: Path, bar: ProgressBar, **options: object) -> L.Trainer:
         **options,
     )
     data = torch.utils.data.DataLoader(torch.ones(12, 3), batch_size=2)
-    trainer.fit(Module(), data, data)
+    trainer.fit(Module(), data, data, ckpt_path=ckpt_path, weights_only=True)
     return trainer
 
 
-def test_the_bar_shows_micro_steps_loss_and_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_gets_steps_loss_speed_and_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
     fit(
         tmp_path,
-        ProgressBar(interval_s=0.0, file_interval_s=0.0),
+        ProgressBar(interval_s=0.0),
         max_steps=3,
         max_epochs=-1,
         accumulate_grad_batches=2,
         val_check_interval=6,
     )
-    text = stream.getvalue()
-    for step in range(1, 7):
-        assert f" {step}/6 [" in text  # three optimizer steps of two micro-steps
-    assert re.search(r"train: 100%\|.*\| 6/6 \[.*loss=1.250, samples/s=\d+\.\d, NDS=0.500\]", text)
-    assert "v_num" not in text
-    assert "validate: 100%" in text and "DataLoader" not in text.split("validate: 100%")[1]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train:")]
+    # Optimizer steps of two micro-steps each.
+    steps = [int(re.search(r"step (\d)/3", line)[1]) for line in lines]  # type: ignore[index]
+    assert steps == [0, 1, 1, 2, 2, 3, 3]
+    assert re.search(r"step 2/3 \(66 %\), loss 1.250, \d+\.\d samples/s, 00:00 left", lines[4])
+    assert re.search(r"step 3/3 \(100 %\), loss 1.250, .* samples/s, NDS 0.500, in 00:0", lines[6])
 
 
-def test_the_bar_is_rarely_drawn_into_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
+def test_a_file_gets_few_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ProgressBar(), max_steps=6, max_epochs=-1, val_check_interval=6)
-    assert " 1/6 [" in stream.getvalue()
-    assert " 6/6 [" in stream.getvalue()
-    assert not re.search(r" [2-5]/6 \[", stream.getvalue())
+    lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
+    shown = [line for line in lines if line.startswith(("train:", "validate:"))]
+    assert shown == [
+        "train: step 1/6 (16 %)",
+        "validate: batch 1/6 (16 %)",
+        "validate: batch 6/6 (100 %)",
+        "train: step 6/6 (100 %)",
+    ]
 
 
-def test_the_total_follows_a_resume(tmp_path: Path) -> None:
+def test_a_terminal_shows_one_bar_at_a_time(run_on_terminal: Callable) -> None:
+    output, lines = run_on_terminal(
+        "import sys, tempfile, pathlib, warnings, logging\n"
+        "warnings.filterwarnings('ignore')\n"
+        "logging.getLogger('lightning').setLevel(logging.ERROR)\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_progress import fit, ProgressBar\n"
+        "folder = pathlib.Path(tempfile.mkdtemp())\n"
+        "fit(folder, ProgressBar(0.0), max_steps=6, max_epochs=-1, val_check_interval=3)\n"
+        "print('done')\n"
+    )
+    assert "validate: 100%" in output and "train:  50%" in output
+    lines = [line for line in lines if "train" in line or "validate" in line]
+    assert len(lines) == 1 and lines[0].startswith("train: 100%") and "NDS 0.500" in lines[0]
+    assert "v_num" not in output and "DataLoader" not in output
+
+
+def test_the_total_follows_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = fit(tmp_path, ProgressBar(), max_steps=2, max_epochs=-1, limit_val_batches=0)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    capsys.readouterr()
+    fit(tmp_path, ProgressBar(), ckpt_path=tmp_path / "two.ckpt", max_steps=5, max_epochs=-1)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("train: step 3/5 (60 %)") for line in lines)
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     bar = ProgressBar()
-    trainer = fit(tmp_path, bar, max_steps=2, max_epochs=-1, limit_val_batches=0)
-    trainer.fit_loop.epoch_loop.max_steps = 5
-    # Two of five steps are done, in micro-steps 1 and 2 of an epoch of six.
-    assert (trainer.global_step, bar.total_train_batches) == (2, 5)
-    trainer.fit_loop.epoch_loop.max_steps = 50
-    assert bar.total_train_batches == 6
-
-
-def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bar = ProgressBar()
-    trainer = L.Trainer(accelerator="cpu", logger=False, barebones=True)
-    monkey = type("Rank1", (), {"is_global_zero": False})()
-    bar.setup(monkey, Module(), "fit")
+    assert bar.is_enabled
+    trainer = Mock(is_global_zero=False, estimated_stepping_batches=4, global_step=0)
+    bar.setup(trainer, Module(), "fit")
     assert bar.is_disabled
-    bar._trainer = trainer
-    bar.on_train_start(trainer, None)
-    assert bar.train_progress_bar.disable
-    assert capsys.readouterr().out == ""
+    bar.on_train_start(trainer, Module())
+    trainer.global_step = 1
+    bar.on_train_batch_end(trainer, Module(), None, [0], 0)
+    bar.on_train_end(trainer, Module())
+    assert capsys.readouterr().err == ""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bev_lightning.checkpointing.official import convert_module
+from bev_lightning.checkpointing.official_names import official_transfusion_keys
 from bev_lightning.losses.detection import TransFusionLoss
 from bev_lightning.losses.heatmap import gaussian_heatmap
 from bev_lightning.losses.iou import pairwise_iou
@@ -155,8 +155,7 @@ class HeadRun:
         inputs = read(folder, "inputs.npz")
         self.outputs = read(folder, "outputs.npz")
         self.head = make_head(self.config)
-        weights = load_file(folder / "weights.safetensors")
-        state = convert_module(self.head, weights, "heads.object.")
+        state = official_transfusion_keys(load_file(folder / "weights.safetensors"))
         self.head.load_state_dict(state)
         self.inter: dict[str, Tensor] = {}
         self._record()
@@ -320,7 +319,7 @@ class HeadRun:
         close(values[name], expected, atol=1e-6, rtol=1e-4)
 
     def gradient(self, official: str) -> Tensor:
-        name = next(iter(convert_module(self.head, {official: torch.zeros(())}, "heads.object.")))
+        name = next(iter(official_transfusion_keys({official: torch.zeros(())})))
         gradient = self.head.get_parameter(name).grad
         assert gradient is not None, official
         return gradient.transpose(-1, -2) if gradient.dim() == 4 else gradient

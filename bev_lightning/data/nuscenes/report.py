@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from bev_lightning.data.nuscenes.sensor_files import find_fault
 from bev_lightning.data.process_pool import map_in_processes
 from bev_lightning.data.resumable_jobs import read_part
+from bev_lightning.progress import track
 
 if TYPE_CHECKING:  # the index imports torch, which the processes that check files do without
     from bev_lightning.data.nuscenes.index import Index
@@ -131,14 +131,8 @@ def make_report(index: "Index", classes: Sequence[str], num_workers: int = 0) ->
     )
     counts, numbers = Counts(), range(index.num_batches)
     num_workers = min(num_workers, index.num_batches // _LEAST_BATCHES_PER_PROCESS)
-    for part in tqdm(
-        map_in_processes(count, numbers, num_workers),
-        "checking files",
-        index.num_batches,
-        unit="part",
-        delay=1,
-        mininterval=1,
-    ):
+    parts = map_in_processes(count, numbers, num_workers)
+    for part in track(parts, "checking files", index.num_batches, "part"):
         _add(counts, part)
     return Report(
         root=str(index.root),

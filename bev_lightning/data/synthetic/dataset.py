@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from PIL import Image, ImageDraw
-from tqdm import tqdm
 
 from bev_lightning.data.process_pool import map_in_processes
 from bev_lightning.data.synthetic.rig import CAMERAS, Array
@@ -28,6 +27,7 @@ from bev_lightning.data.synthetic.tables import (
 )
 from bev_lightning.data.synthetic.writer import SceneJob, make_folders, write_scene
 from bev_lightning.errors import InputError
+from bev_lightning.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -197,14 +197,14 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
     tables: dict[str, list[Row]] = {name: [] for name in TABLES} | fixed_tables(spec.rig)
     roads = []
     num_frames = len(jobs) * spec.frames_per_scene
-    with tqdm(total=num_frames, desc="synthetic data", unit="frame") as bar:
+    with Progress("synthetic data", num_frames, "frame", delay_s=1) as progress:
         for scene in map_in_processes(
             write_scene, jobs, num_workers or len(os.sched_getaffinity(0))
         ):
             for name, rows in scene.rows.items():
                 tables[name] += rows
             roads.append(scene.road)
-            bar.update(spec.frames_per_scene)
+            progress.update(spec.frames_per_scene)
     mask = make_token("map", spec.seed, spec.version)
     _write_mask(root / "maps" / f"{mask}.png", roads)
     tables["map"] = [

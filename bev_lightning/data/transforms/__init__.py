@@ -1,1 +1,1 @@
-"""Augmentation: image and BEV transforms, photometric distortion, GridMask, GT sampling."""
+"""Augmentation and image geometry."""

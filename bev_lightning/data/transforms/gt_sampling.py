@@ -1,8 +1,5 @@
-"""GT sampling (copy-paste augmentation): adds objects of other scenes to a lidar sample.
-
-Boxes and points come from the ground-truth database (SECOND, Yan et al. 2018, section 3.4.1), as in
-the lidar stage of BEVFusion.
-"""
+"""Objects of other scenes pasted into a scene, boxes and lidar points (SECOND, Yan et al. 2018,
+section 3.4.1), as the lidar stage of BEVFusion trains."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,19 +12,19 @@ from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Boxes3D, Inputs, LidarInput
 
-_STREAM = 1  # a random stream of its own: GT sampling does not change the other augmentation
+_STREAM = 1  # of random numbers: what pasting draws leaves the augmentation as it is without
 
 
 @dataclass(frozen=True)
 class GTSampling:
-    """Settings of GT sampling.
+    """What to paste.
 
     Attributes:
-        per_class: number of boxes that a sample is filled up to, by class; nuScenes classes that
-            are not trained are ignored.
-        min_points: fewest lidar points of an object.
-        stop_epoch: first epoch (0-based) without GT sampling, so that training ends on real scenes;
-            None never stops. The published fade (TransFusion, BEVFusion) is 15 of 20 epochs.
+        per_class: number of boxes that a sample is filled up to, by class; classes that are not
+            among those trained are passed over.
+        min_points: lidar points an object must have.
+        stop_epoch: the first epoch (0-based) without pasting, so that training ends on scenes as
+            they are; None never stops. The published fade (TransFusion, BEVFusion) is 15 of 20.
     """
 
     per_class: Mapping[str, int] = field(default_factory=dict)
@@ -35,52 +32,51 @@ class GTSampling:
     stop_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.min_points < 1 or any(number < 0 for number in self.per_class.values()):
-            raise InputError(
-                f"data.gt_sampling.min_points={self.min_points} must be 1 or more, and per_class="
-                f"{dict(self.per_class)} 0 or more"
-            )
-
-    def check(self, inputs: Inputs, classes: Sequence[str]) -> LidarInput:
-        """Check that a model can be trained with GT sampling, and return its lidar input.
-
-        A pasted object is in the points but neither in the images nor among the radar returns, so
-        a fusion model would learn to distrust them; the published fusion stage has no GT sampling
-        either.
-
-        Raises:
-            InputError: the model reads another sensor or earlier key frames, or ``per_class`` has
-                an unknown class.
-        """
-        unknown = self.per_class.keys() - {*classes, *DETECTION_CLASSES}
+        unknown = [name for name in self.per_class if name not in DETECTION_CLASSES]
         if unknown:
             raise InputError(
-                f"data.gt_sampling.per_class has unknown classes {', '.join(sorted(unknown))}: "
-                f"choose from {', '.join(classes)}"
+                f"data.gt_sampling.per_class names {', '.join(unknown)}; choose from "
+                f"{', '.join(DETECTION_CLASSES)}"
             )
-        others = [name for name in ("camera", "radar") if getattr(inputs, name) is not None]
-        if inputs.lidar is None or others or inputs.history:
-            found = (
-                "no lidar"
-                if inputs.lidar is None
-                else " and ".join(others)
-                if others
-                else f"{inputs.history} earlier key frames"
-            )
+        if self.min_points < 1 or any(number < 0 for number in self.per_class.values()):
             raise InputError(
-                f"data.gt_sampling adds objects to lidar points alone, and this model reads "
-                f"{found}, where they would be missing: set data.gt_sampling=null"
+                f"data.gt_sampling.min_points={self.min_points} must be 1 or more and per_class 0 "
+                f"or more, got {dict(self.per_class)}"
             )
-        return inputs.lidar
+
+
+def check_lidar_only(inputs: Inputs) -> LidarInput:
+    """The lidar of a model that objects can be pasted for: it reads the lidar and nothing else.
+
+    A pasted object is in the points but not in the images nor among the radar's returns, so that a
+    fusion would learn to distrust them; the published fusion stage trains without pasting too.
+
+    Raises:
+        InputError: the model reads another sensor, or earlier key frames.
+    """
+    others = [name for name in ("camera", "radar") if getattr(inputs, name) is not None]
+    if inputs.lidar is None or others or inputs.history:
+        found = (
+            "no lidar"
+            if inputs.lidar is None
+            else " and ".join(others)
+            if others
+            else f"{inputs.history} earlier key frames"
+        )
+        raise InputError(
+            f"data.gt_sampling puts objects into the lidar's points alone and this model reads "
+            f"{found}, where they would be missing: set data.gt_sampling=null"
+        )
+    return inputs.lidar
 
 
 @dataclass(frozen=True)
 class SampledObjects:
-    """Objects to add to one sample; the loader reads their points with the sample's.
+    """Objects that were drawn for one sample; their points are read when the sample's are.
 
     Attributes:
         boxes: ``(K,)`` in the augmented model frame.
-        database, rows: the database with their points, and their rows in it.
+        database, rows: where their points are.
         augmented_from_lidar: ``(4, 4)`` float64 BEV augmentation of the sample.
     """
 
@@ -90,11 +86,11 @@ class SampledObjects:
     augmented_from_lidar: np.ndarray
 
     def add_points(self, points: np.ndarray, lidar: LidarInput) -> np.ndarray:
-        """Points of the objects, then those of the scene that lie outside the objects' boxes.
+        """Put the objects' points before the scene's, whose points inside the boxes give way.
 
         Args:
             points: ``(P, 5)`` of the augmented scene.
-            lidar: range and maximum number of points.
+            lidar: range and largest number of points.
         """
         low, high = np.array(lidar.range, np.float32).reshape(2, 3)
         matrix = self.augmented_from_lidar.astype(np.float32)
@@ -110,10 +106,10 @@ class SampledObjects:
 
 
 class GTSampler:
-    """Samples objects to add to a sample, as a pure function of (seed, epoch, position).
+    """Draws the objects of a sample, a pure function of (seed, epoch, position).
 
     Attributes:
-        absent: classes of ``per_class`` without objects in the database.
+        absent: classes to paste of which the database has no object.
     """
 
     def __init__(
@@ -138,18 +134,18 @@ class GTSampler:
     def sample(
         self, epoch: int, position: int, present: Boxes3D, augmented_from_lidar: np.ndarray
     ) -> SampledObjects | None:
-        """Fill each class up to its number of boxes, without collisions.
+        """Fill every class up to its number with objects that stand free.
 
-        As published, an object keeps its position relative to the car, and one that would overlap
-        another box in bird's-eye view is left out.
+        As published, an object keeps the place relative to the car that it had in its own scene,
+        and one that would overlap another box, seen from above, is left out.
 
         Args:
-            present: ``(M,)`` all annotated boxes of the sample in the augmented frame; boxes that
-                are no targets have the label -1 and are obstacles only.
+            present: ``(M,)`` all annotated boxes of the sample in the augmented frame; those that
+                are no target have the label -1 and only take up room.
             augmented_from_lidar: ``(4, 4)`` BEV augmentation.
 
         Returns:
-            None where nothing is added.
+            None where nothing is pasted.
         """
         if self.gt_sampling.stop_epoch is not None and epoch >= self.gt_sampling.stop_epoch:
             return None
@@ -180,7 +176,7 @@ class GTSampler:
 
 
 def join_boxes(first: Boxes3D, second: Boxes3D) -> Boxes3D:
-    """Concatenate ``(M,)`` and ``(K,)`` boxes without scores to ``(M + K,)``."""
+    """``(M,)`` and ``(K,)`` boxes without scores to ``(M + K,)``."""
     return replace(
         first,
         **{
@@ -208,17 +204,16 @@ def points_inside(points: np.ndarray, boxes: Boxes3D, box: int) -> np.ndarray:
 
 
 def bev_overlaps(one: Boxes3D, other: Boxes3D) -> np.ndarray:
-    """Whether boxes ``(M,)`` and ``(K,)`` overlap in bird's-eye view, ``(M, K)`` bool.
+    """``(M, K)`` bool: which boxes ``(M,)`` and ``(K,)`` share ground, seen from above.
 
-    Separating axes: two rectangles are apart if and only if they are so along the direction of one
-    of their sides.
+    Two rectangles are apart if and only if they are so along one of their four sides' directions.
     """
     a, b = (boxes.corners()[:, :4, :2].double().numpy() for boxes in (one, other))
     return ~(_apart(a, b) | _apart(b, a).T)
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Whether rectangles ``(M, 4, 2)`` and ``(K, 4, 2)`` are apart along a side of the former."""
+    """``(M, K)``: apart along a side of the rectangles ``(M, 4, 2)``, beside ``(K, 4, 2)``."""
     sides = np.stack([a[:, 1] - a[:, 0], a[:, 3] - a[:, 0]], axis=1)  # (M, 2, 2)
     own = np.einsum("msd,mcd->msc", sides, a)[:, :, None]  # (M, 2, 1, 4)
     others = np.einsum("msd,kcd->mskc", sides, b)
