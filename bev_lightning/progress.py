@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TypeVar
 
@@ -140,7 +140,7 @@ def track(
     delay_s: float = 1.0,
 ) -> Iterator[_Item]:
     """The items, with a :class:`Progress` over them."""
-    if total is None and hasattr(items, "__len__"):
+    if total is None and isinstance(items, Sized):
         total = len(items)
     with Progress(name, total, unit, delay_s=delay_s) as progress:
         for item in items:
