@@ -27,8 +27,7 @@ def pool_plainly(depth: Tensor, features: Tensor, cells: Tensor) -> Tensor:
     batch, channels = features.shape[0], features.shape[2]
     lifted = depth.unsqueeze(2) * features.unsqueeze(3)
     out = lifted.new_zeros(batch, channels, SHAPE[0] * SHAPE[1])
-    for place in (cells >= 0).nonzero().tolist():
-        b, n, d, v, u = place
+    for b, n, d, v, u in (cells >= 0).nonzero().tolist():
         out[b, :, int(cells[b, n, d, v, u])] += lifted[b, n, :, d, v, u]
     return out.unflatten(2, SHAPE)
 

@@ -92,9 +92,9 @@ def test_views_and_their_gradients_equal_the_reference(dtype: torch.dtype) -> No
     total = torch.zeros_like(fast[0])
     for b, n, q in seen.nonzero().tolist():
         anchor = anchors[b, n, q].repeat(2, 1)
-        place = locations[b : b + 1, q : q + 1] + anchor
+        position = locations[b : b + 1, q : q + 1] + anchor
         weight = weights[b : b + 1, q : q + 1]
-        total[b, q] += attend(value[3 * b + n].unsqueeze(0), place, weight)[0, 0]
+        total[b, q] += attend(value[3 * b + n].unsqueeze(0), position, weight)[0, 0]
     torch.testing.assert_close(fast[0], total)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bev_lightning.ops.backend import use_reference
-from bev_lightning.ops.nms import circle_nms, rotated_iou, rotated_nms
+from bev_lightning.ops.nms import circle_nms, rotated_nms
+from bev_lightning.ops.nms.reference import rotated_iou
 
 
 def greedy(centre: Tensor, score: Tensor, radius: Tensor, group: Tensor, valid: Tensor) -> Tensor:

@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from bev_lightning.ops.backend import use_reference
-from bev_lightning.ops.scatter import (
-    _scatter_max_torch,
-    _scatter_sum_torch,
-    scatter_max,
-    scatter_mean,
-    scatter_sum,
-)
+from bev_lightning.ops.scatter import scatter_max, scatter_mean, scatter_sum
+from bev_lightning.ops.scatter.reference import scatter_max_reference, scatter_sum_sorted
 
 
 def _random(num_rows: int, num_cells: int, dtype: torch.dtype = torch.float32):
@@ -38,7 +33,7 @@ def test_scatter_matches_loop(num_rows, dtype):
 
 @pytest.mark.parametrize("num_rows", [0, 1, 50])
 @pytest.mark.parametrize("function", [scatter_max, scatter_sum, scatter_mean])
-def test_reference_is_the_same_without_operators_of_ours(function, num_rows):
+def test_reference_is_the_same_without_custom_operators(function, num_rows):
     values, index = _random(num_rows, 7)
     values.requires_grad_()
     results = []
@@ -61,13 +56,13 @@ def test_scatter_max_gradient_goes_to_first_maximum():
 @pytest.mark.parametrize("num_rows", [0, 1, 200])
 def test_scatter_sum_by_sorting_equals_index_add(num_rows):
     values, index = _random(num_rows, 11)
-    by_sorting = _scatter_sum_torch(values, index, torch.zeros(11, 3))
+    by_sorting = scatter_sum_sorted(values, index, 11)
     assert torch.equal(by_sorting, scatter_sum(values, index, 11))
 
 
-def test_scatter_max_kernel_equals_torch_path():
+def test_scatter_max_kernel_equals_reference():
     values, index = _random(200, 11)
-    pooled, winner = _scatter_max_torch(values, index, 11)
+    pooled, winner = scatter_max_reference(values, index, 11)
     fast, fast_winner = torch.ops.bev_lightning.scatter_max(values, index, 11)
     assert torch.equal(pooled, fast) and torch.equal(winner, fast_winner)
 

@@ -37,7 +37,7 @@ VALUES = {"locations": "*fp32", "weights": "*fp32", "anchors": "*fp32", "seen": 
 INDEX = {"depth": "*fp32", "points": "*i32", "pixels": "*i32", "starts": "*i32", "cells": "*i32"}
 SOURCES = {
     ("bev_pool", "_sum_points"): INDEX | {"rows": "*bf16", "out": "*bf16"},
-    ("bev_pool", "_share_gradient"): INDEX
+    ("bev_pool", "_backward"): INDEX
     | {"rows": "*bf16", "grad": "*bf16", "grad_depth": "*fp32", "grad_rows": "*bf16"},
     ("deform_attention", "_attend"): VALUES | {"value": "*bf16", "out": "*fp32"},
     ("deform_attention", "_attend_backward"): VALUES

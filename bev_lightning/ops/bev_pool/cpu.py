@@ -1,6 +1,6 @@
-"""CPU loops of :mod:`bev_lightning.ops.bev_pool`, compiled on first use; a GPU never imports it.
+"""Numba CPU kernels of BEV pooling, compiled on first use.
 
-Sums may be taken in the order of the vector unit's lanes, which is fixed when a loop is compiled.
+``fastmath`` lets the compiler vectorise sums; their order is fixed when a loop is compiled.
 """
 
 import numpy as np
@@ -8,17 +8,17 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bev_lightning.ops.backend import share_out
+from bev_lightning.ops.parallel_for import parallel_for
 
 _FAST = {"contract", "reassoc", "nsz"}
 
 
 def sort_points(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``points``, ``pixels`` and ``starts`` of an index, by counting."""
+    """``points``, ``pixels`` and ``starts`` of a PoolIndex, by counting sort."""
     batch, num_cameras, num_depths, height, width = cells.shape
     points = cells.new_empty(cells.numel())
     pixels = torch.empty_like(points)
-    # One cell more, of the points outside the grid; its end is cut off.
+    # With an extra cell for the points outside the grid, whose end is cut off.
     starts = cells.new_zeros(batch * num_cells + 2)
     shape = (batch, num_cameras, num_depths, height * width)
     _sort_points(
@@ -28,22 +28,22 @@ def sort_points(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool(depth: Tensor, rows: Tensor, points: Tensor, pixels: Tensor, starts: Tensor) -> Tensor:
-    """Rows of pixels ``(B * N * h * w, C)`` to rows of cells ``(B * Y * X, C)``."""
+    """Sum pixel features ``(B * N * h * w, C)`` into cells ``(B * Y * X, C)``."""
     out = rows.new_empty(len(starts) - 1, rows.shape[1])
     tensors = (depth.flatten(), rows, points, pixels, starts, out)
-    share_out(_sum_points, len(out), *(tensor.numpy() for tensor in tensors))
+    parallel_for(_sum_points, len(out), *(tensor.numpy() for tensor in tensors))
     return out
 
 
 def pool_backward(
     grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of depth and rows from that of the cells ``(B * Y * X, C)``."""
+    """Gradients of depth and pixel features from that of the cells ``(B * Y * X, C)``."""
     batch, num_cameras, num_depths, height, width = depth.shape
     shape = (batch * num_cameras, num_depths, height * width)
     grad_depth, grad_rows = torch.empty_like(depth), torch.empty_like(rows)
-    share_out(
-        _share_gradient,
+    parallel_for(
+        _backward,
         len(rows),
         num_cameras,
         grad.view(batch, len(grad) // max(batch, 1), grad.shape[1]).numpy(),
@@ -65,7 +65,7 @@ def _sort_points(cells, num_cells, points, pixels, starts):  # type: ignore[no-u
             starts[outside + 1 if cell < 0 else sample * num_cells + cell + 1] += 1
     for cell in range(1, outside + 2):
         starts[cell] += starts[cell - 1]
-    place = starts[:-1].copy()
+    next_row = starts[:-1].copy()
     point = 0
     for sample in range(batch):
         for camera in range(num_cameras):
@@ -74,8 +74,8 @@ def _sort_points(cells, num_cells, points, pixels, starts):  # type: ignore[no-u
                 for pixel in range(area):
                     cell = cells[sample, camera, depth, pixel]
                     cell = outside if cell < 0 else sample * num_cells + cell
-                    row = place[cell]
-                    place[cell] = row + 1
+                    row = next_row[cell]
+                    next_row[cell] = row + 1
                     points[row] = point
                     pixels[row] = first + pixel
                     point += 1
@@ -96,26 +96,26 @@ def _sum_points(first, last, depth, rows, points, pixels, starts, out):  # type:
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
-def _share_gradient(  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
     first, last, num_cameras, grad, depth, rows, cells, grad_depth, grad_rows
 ):
-    """Pixel by pixel, as memory lies: the D cells and weights of a pixel lie on as many lines of
-    memory, which the next pixels find in the cache."""
+    """Runs over pixels in memory order: the D cells and weights of a pixel are on D cache lines,
+    which the next pixels use too."""
     num_depths, area = depth.shape[1:]
     channels = rows.shape[1]
     for pixel in range(first, last):
-        image, place = pixel // area, pixel % area
+        image, offset = pixel // area, pixel % area
         sample = image // num_cameras
         for c in range(channels):
             grad_rows[pixel, c] = 0.0
         for d in range(num_depths):
-            cell = cells[image, d, place]
+            cell = cells[image, d, offset]
             if cell < 0:
-                grad_depth[image, d, place] = 0.0
+                grad_depth[image, d, offset] = 0.0
                 continue
-            weight = depth[image, d, place]
+            weight = depth[image, d, offset]
             total = weight * 0
             for c in range(channels):
                 total += grad[sample, cell, c] * rows[pixel, c]
                 grad_rows[pixel, c] += weight * grad[sample, cell, c]
-            grad_depth[image, d, place] = total
+            grad_depth[image, d, offset] = total

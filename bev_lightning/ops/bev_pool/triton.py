@@ -1,5 +1,7 @@
-"""GPU kernels of :mod:`bev_lightning.ops.bev_pool`: a program per cell sums its interval of points,
-a program per pixel takes its gradients. Each output is written once, without atomics."""
+"""Triton GPU kernels of BEV pooling, without atomic additions.
+
+A program per cell sums the points of the cell; a program per pixel computes the pixel's gradients.
+"""
 
 import torch
 import triton
@@ -7,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-# Points that a program reads at a time.
+# Number of points that a program reads at a time.
 _POINTS = 16
 
 
@@ -17,9 +19,9 @@ def pool(
     points: Tensor,
     pixels: Tensor,
     starts: Tensor,
-    accumulate: torch.dtype,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Rows of pixels ``(B * N * h * w, C)`` to rows of cells ``(B * Y * X, C)``."""
+    """Sum pixel features ``(B * N * h * w, C)`` into cells ``(B * Y * X, C)``."""
     num_cells, channels = len(starts) - 1, rows.shape[1]
     out = rows.new_empty(num_cells, channels)
     if not out.numel():
@@ -28,24 +30,24 @@ def pool(
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
         _sum_points[(num_cells, triton.cdiv(channels, block))](
             depth, rows, points, pixels, starts, out, channels,
-            ACCUMULATE=_TYPES[accumulate], POINTS=_POINTS, CHANNELS=block, num_warps=2,
+            ACCUMULATE=_TYPES[dtype], POINTS=_POINTS, CHANNELS=block, num_warps=2,
         )  # fmt: skip
     return out
 
 
 def pool_backward(
-    grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor, accumulate: torch.dtype
+    grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of depth and rows from that of the cells ``(B * Y * X, C)``."""
+    """Gradients of depth and pixel features from that of the cells ``(B * Y * X, C)``."""
     batch, num_cameras, num_depths, height, width = depth.shape
     channels = rows.shape[1]
     grad_depth, grad_rows = torch.zeros_like(depth), torch.zeros_like(rows)
     if rows.numel() and num_depths:
         with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-            _share_gradient[(len(rows),)](
+            _backward[(len(rows),)](
                 grad, depth, rows, cells, grad_depth, grad_rows,
                 num_cameras, num_depths, height * width, len(grad) // batch, channels,
-                ACCUMULATE=_TYPES[accumulate], POINTS=_POINTS,
+                ACCUMULATE=_TYPES[dtype], POINTS=_POINTS,
                 CHANNELS=triton.next_power_of_2(channels), num_warps=4,
             )  # fmt: skip
     return grad_depth, grad_rows
@@ -76,13 +78,13 @@ def _sum_points(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _share_gradient(  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
     grad, depth, rows, cells, grad_depth, grad_rows,
     num_cameras, num_depths, area, num_cells, channels,
     ACCUMULATE: tl.constexpr, POINTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     pixel = tl.program_id(0).to(tl.int64)
-    image, place = pixel // area, pixel % area
+    image, offset = pixel // area, pixel % area
     sample = image // num_cameras
     channel = tl.arange(0, CHANNELS)
     inside = channel < channels
@@ -91,7 +93,7 @@ def _share_gradient(  # type: ignore[no-untyped-def]
     for begin in range(0, num_depths, POINTS):
         d = begin + tl.arange(0, POINTS)
         valid = d < num_depths
-        point = (image * num_depths + d) * area + place
+        point = (image * num_depths + d) * area + offset
         cell = tl.load(cells + point, mask=valid, other=-1)
         seen = cell >= 0
         weight = tl.load(depth + point, mask=seen, other=0.0).to(ACCUMULATE)

@@ -1,7 +1,7 @@
-"""CPU loops of :mod:`bev_lightning.ops.deform_attention`, compiled on first use; a GPU never
-imports it.
+"""Numba CPU kernels of deformable attention, compiled on first use.
 
-One thread owns a head of a sample with all its views, so that no two write to one place.
+One thread processes a head of a sample with all its views, so that no two threads write to the same
+element.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from bev_lightning.ops.backend import share_out
+from bev_lightning.ops.parallel_for import parallel_for
 
 _FAST = {"contract", "reassoc", "nsz"}
 
@@ -24,11 +24,11 @@ def attend(
     anchors: Tensor,
     seen: Tensor,
 ) -> Tensor:
-    """``(B, Q, H * D)``; all tensors contiguous and of one type."""
+    """``(B, Q, H * D)``; all tensors are contiguous and of one dtype."""
     batch, queries, heads = weights.shape[:3]
     out = value.new_zeros(batch, queries, heads, value.shape[3])
     tensors = (value, locations, weights, anchors, seen, out)
-    share_out(
+    parallel_for(
         _attend, batch * heads, np.array(sizes, np.int64), *(tensor.numpy() for tensor in tensors)
     )
     return out.flatten(2)
@@ -46,7 +46,7 @@ def attend_backward(
     """Gradients of value, locations and weights from ``grad`` ``(B, Q, H, D)``."""
     grads = (torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights))
     tensors = (grad, value, locations, weights, anchors, seen, *grads)
-    share_out(
+    parallel_for(
         _attend_backward,
         weights.shape[0] * weights.shape[2],
         np.array(sizes, np.int64),
@@ -59,8 +59,8 @@ def attend_backward(
 def _attend(first, last, sizes, value, locations, weights, anchors, seen, out):  # type: ignore[no-untyped-def]
     _, num_queries, num_heads, num_levels, num_points = weights.shape
     num_views, num_anchors, channels = seen.shape[1], anchors.shape[3], value.shape[3]
-    # One head's cells lie H * D numbers apart, which wastes the cache: they are read many times, so
-    # they are copied together first.
+    # The cells of one head are H * D elements apart, which wastes cache lines. Each is read many
+    # times, so the head is copied to a contiguous buffer first.
     maps = np.empty((num_views, value.shape[1], channels), value.dtype)
     total = np.empty(channels, value.dtype)
     for item in range(first, last):
@@ -77,8 +77,8 @@ def _attend(first, last, sizes, value, locations, weights, anchors, seen, out): 
                     for p in range(num_points):
                         x = locations[b, q, h, level, p, 0] + anchors[b, n, q, p % num_anchors, 0]
                         y = locations[b, q, h, level, p, 1] + anchors[b, n, q, p % num_anchors, 1]
-                        upper, lower, up, down, _, _ = _split(y, height)
-                        left, right, west, east, _, _ = _split(x, width)
+                        upper, lower, up, down, _, _ = _neighbours(y, height)
+                        left, right, west, east, _, _ = _neighbours(x, width)
                         if upper < 0 or left < 0:
                             continue
                         upper, lower = start + upper * width, start + lower * width
@@ -119,19 +119,19 @@ def _attend_backward(  # type: ignore[no-untyped-def]
                     for p in range(num_points):
                         x = locations[b, q, h, level, p, 0] + anchors[b, n, q, p % num_anchors, 0]
                         y = locations[b, q, h, level, p, 1] + anchors[b, n, q, p % num_anchors, 1]
-                        upper, lower, up, down, up_slope, down_slope = _split(y, height)
-                        left, right, west, east, west_slope, east_slope = _split(x, width)
+                        upper, lower, up, down, up_slope, down_slope = _neighbours(y, height)
+                        left, right, west, east, west_slope, east_slope = _neighbours(x, width)
                         if upper < 0 or left < 0:
                             continue
                         upper, lower = start + upper * width, start + lower * width
-                        # <gradient, cell> of the corners: what one more unit of each is worth.
+                        # Dot product of the output gradient with each corner.
                         nw, ne, sw, se = up * 0, up * 0, up * 0, up * 0
                         for c in range(channels):
-                            wanted = grad[b, q, h, c]
-                            nw += wanted * maps[n, upper + left, c]
-                            ne += wanted * maps[n, upper + right, c]
-                            sw += wanted * maps[n, lower + left, c]
-                            se += wanted * maps[n, lower + right, c]
+                            upstream = grad[b, q, h, c]
+                            nw += upstream * maps[n, upper + left, c]
+                            ne += upstream * maps[n, upper + right, c]
+                            sw += upstream * maps[n, lower + left, c]
+                            se += upstream * maps[n, lower + right, c]
                         weight = weights[b, q, h, level, p]
                         grad_weights[b, q, h, level, p] += up * (west * nw + east * ne) + down * (
                             west * sw + east * se
@@ -169,21 +169,23 @@ def _copy_head(value, first, head, maps):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _split(place, size):  # type: ignore[no-untyped-def]
-    """The two cells that a place along an axis (0..1) falls between, the share of each and the
-    share's slope per cell. A cell beyond the border has share and slope 0 (and its neighbour's
-    number, which may be read); both are -1 where nothing is shared."""
-    one = type(place)(1)
-    zero = type(place)(0)
-    place = place * type(place)(size) - type(place)(0.5)
-    # False for what is not a number, too.
-    if not (size > 0 and place > -1 and place < size):
+def _neighbours(x, size):  # type: ignore[no-untyped-def]
+    """Linear interpolation along an axis of ``size`` cells at coordinate ``x`` in 0..1.
+
+    Returns the lower and the upper cell, their weights, and the derivatives of the weights with
+    respect to the coordinate in cells. A cell beyond the border has weight and derivative 0 and the
+    index of its neighbour, which is safe to read. Both indices are -1 outside the map.
+    """
+    one = type(x)(1)
+    zero = type(x)(0)
+    x = x * type(x)(size) - type(x)(0.5)
+    if not (size > 0 and x > -1 and x < size):  # also for NaN
         return -1, -1, zero, zero, zero, zero
-    low = np.floor(place)
+    low = np.floor(x)
     cell = int(low)
-    share = place - low
+    weight = x - low
     if cell < 0:
-        return 0, 0, zero, share, zero, one
+        return 0, 0, zero, weight, zero, one
     if cell + 1 >= size:
-        return cell, cell, one - share, zero, -one, zero
-    return cell, cell + 1, one - share, share, -one, one
+        return cell, cell, one - weight, zero, -one, zero
+    return cell, cell + 1, one - weight, weight, -one, one

@@ -1,5 +1,8 @@
-"""GPU kernels of :mod:`bev_lightning.ops.deform_attention`: a program per head and block of
-queries, launched level by level. It skips the views that see none of its queries."""
+"""Triton GPU kernels of deformable attention.
+
+One launch per level; a program processes one head of a block of queries and skips the views that
+see none of them.
+"""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -10,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
-# Numbers that a program holds of one map: queries x channels.
+# Queries x channels of a program.
 _TILE = 1024
 
 
@@ -22,7 +25,7 @@ def attend(
     anchors: Tensor,
     seen: Tensor,
 ) -> Tensor:
-    """``(B, Q, H * D)`` in the type of ``value``; all tensors contiguous."""
+    """``(B, Q, H * D)`` in the dtype of ``value``; all tensors are contiguous."""
     batch, queries, heads = weights.shape[:3]
     out = weights.new_zeros(batch, queries, heads, value.shape[3])
     for grid, numbers, blocks in _launches(value, sizes, weights, anchors):
@@ -62,7 +65,7 @@ def attend_backward(
 def _launches(
     value: Tensor, sizes: Sequence[int], weights: Tensor, anchors: Tensor
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], dict[str, int]]]:
-    """Grid, sizes and block sizes of each level that has something to read."""
+    """Grid, integer arguments and block sizes of each non-empty level."""
     batch, queries, heads, levels, points = weights.shape
     num_views, num_anchors = anchors.shape[1], anchors.shape[3]
     cells, channels = value.shape[1], value.shape[3]
@@ -84,19 +87,22 @@ def _launches(
 
 
 @triton.jit
-def _place(  # type: ignore[no-untyped-def]
+def _sample_position(  # type: ignore[no-untyped-def]
     locations, anchors, seen, at, row, point, valid, height, width, num_anchors,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Where a point of each query falls in a view: cell of the upper left corner, the fractions
-    beyond it, and whether it is seen at all."""
+    """Position of a point of each query in a view.
+
+    Returns column and row of the upper left cell, the fractions to its right and below it, and
+    whether the view sees the query and the point is inside the map.
+    """
     anchor = row * num_anchors + point % num_anchors
     is_seen = tl.load(seen + row, mask=valid, other=0) != 0
     x = tl.load(locations + 2 * at, mask=is_seen, other=0.0)
     y = tl.load(locations + 2 * at + 1, mask=is_seen, other=0.0)
     x = (x + tl.load(anchors + 2 * anchor, mask=is_seen, other=0.0)) * width - 0.5
     y = (y + tl.load(anchors + 2 * anchor + 1, mask=is_seen, other=0.0)) * height - 0.5
-    # False for what is not a number, too.
+    # Also False for NaN.
     inside = is_seen & (x > -1) & (y > -1) & (x < width) & (y < height)
     x, y = tl.where(inside, x, 0.0).to(ACCUMULATE), tl.where(inside, y, 0.0).to(ACCUMULATE)
     column, line = tl.floor(x), tl.floor(y)
@@ -122,7 +128,7 @@ def _attend(  # type: ignore[no-untyped-def]
         if tl.max(tl.load(seen + row, mask=valid, other=0).to(tl.int32), axis=0) > 0:
             for point in range(num_points):
                 at = (owner * num_levels + level) * num_points + point
-                column, line, right, down, inside = _place(
+                column, line, right, down, inside = _sample_position(
                     locations, anchors, seen, at, row, point, valid, height, width, num_anchors,
                     ACCUMULATE,
                 )  # fmt: skip
@@ -141,10 +147,10 @@ def _attend(  # type: ignore[no-untyped-def]
                             other=0.0,
                         ).to(ACCUMULATE)
                         total += corner[:, None] * got
-    # Earlier levels have added theirs, each launch after the other.
-    place = out + owner[:, None] * channels + channel[None, :]
+    # Add to the levels before: the launches run one after the other.
+    target = out + owner[:, None] * channels + channel[None, :]
     mask = valid[:, None] & inner[None, :]
-    tl.store(place, tl.load(place, mask=mask, other=0.0) + total, mask=mask)
+    tl.store(target, tl.load(target, mask=mask, other=0.0) + total, mask=mask)
 
 
 @triton.jit
@@ -159,7 +165,7 @@ def _attend_backward(  # type: ignore[no-untyped-def]
     channel = tl.arange(0, CHANNELS)
     valid, inner = query < num_queries, channel < channels
     owner = (sample * num_queries + query) * num_heads + head
-    wanted = tl.load(
+    upstream = tl.load(
         grad + owner[:, None] * channels + channel[None, :],
         mask=valid[:, None] & inner[None, :],
         other=0.0,
@@ -174,7 +180,7 @@ def _attend_backward(  # type: ignore[no-untyped-def]
             image = sample * num_views + view
             row = image * num_queries + query
             if tl.max(tl.load(seen + row, mask=valid, other=0).to(tl.int32), axis=0) > 0:
-                column, line, right, down, inside = _place(
+                column, line, right, down, inside = _sample_position(
                     locations, anchors, seen, at, row, point, valid, height, width, num_anchors,
                     ACCUMULATE,
                 )  # fmt: skip
@@ -188,14 +194,14 @@ def _attend_backward(  # type: ignore[no-untyped-def]
                         offset = (cell * num_heads + head)[:, None] * channels + channel[None, :]
                         mask = ok[:, None] & inner[None, :]
                         got = tl.load(value + offset, mask=mask, other=0.0).to(ACCUMULATE)
-                        # <gradient, cell>: what one more unit of this corner is worth.
-                        worth = tl.sum(got * wanted, axis=1)
-                        by_weight += across * along * worth
-                        by_x += across * worth * (1 if i else -1)
-                        by_y += along * worth * (1 if j else -1)
+                        # Dot product of the output gradient with this corner.
+                        dot = tl.sum(got * upstream, axis=1)
+                        by_weight += across * along * dot
+                        by_x += across * dot * (1 if i else -1)
+                        by_y += along * dot * (1 if j else -1)
                         tl.atomic_add(
                             grad_value + offset,
-                            (weight * across * along)[:, None] * wanted,
+                            (weight * across * along)[:, None] * upstream,
                             mask=mask,
                             sem="relaxed",
                         )

@@ -1,5 +1,7 @@
-"""CPU loops of :mod:`bev_lightning.ops.nms`, compiled on first use; a GPU never imports them. A box
-is compared with kept ones only, until one suppresses it."""
+"""Numba CPU kernels of non-maximum suppression, compiled on first use.
+
+A box is compared only with kept boxes, until one suppresses it.
+"""
 
 import math
 from typing import Any
@@ -11,84 +13,84 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def keep_circles(boxes: Tensor, group: Tensor, start: Tensor) -> Tensor:
-    """Which boxes ``(..., N, 3)`` x, y, radius, sorted by score, are kept."""
-    keep = torch.zeros_like(start)
-    if start.numel():
-        _keep_circles(*_rows(boxes, group, start, keep))
+def keep_circles(boxes: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """The boxes kept ``(..., N)``, of ``(..., N, 3)`` x, y, radius sorted by score."""
+    keep = torch.zeros_like(valid)
+    if valid.numel():
+        _keep_circles(*_rows(boxes, group, valid, keep))
     return keep
 
 
-def keep_rotated(boxes: Tensor, group: Tensor, start: Tensor, most_overlap: float) -> Tensor:
-    """Which boxes ``(..., N, 5)`` x, y, length, width, yaw, sorted by score, are kept."""
-    keep = torch.zeros_like(start)
-    if start.numel():
-        _keep_rotated(most_overlap, *_rows(boxes, group, start, keep))
+def keep_rotated(boxes: Tensor, group: Tensor, valid: Tensor, most_overlap: float) -> Tensor:
+    """The boxes kept ``(..., N)``, of ``(..., N, 5)`` boxes sorted by score."""
+    keep = torch.zeros_like(valid)
+    if valid.numel():
+        _keep_rotated(most_overlap, *_rows(boxes, group, valid, keep))
     return keep
 
 
 def _rows(boxes: Tensor, *others: Tensor) -> list[NDArray[Any]]:
-    """One leading dimension; the memory of contiguous tensors."""
+    """Views of contiguous tensors with a single leading dimension, as arrays."""
     num_boxes, columns = boxes.shape[-2:]
     rows = [boxes.view(-1, num_boxes, columns), *(other.view(-1, num_boxes) for other in others)]
     return [row.numpy() for row in rows]
 
 
 @njit(cache=True, nogil=True)
-def _keep_circles(boxes, group, start, keep):  # type: ignore[no-untyped-def]
-    num_boxes = start.shape[1]
+def _keep_circles(boxes, group, valid, keep):  # type: ignore[no-untyped-def]
+    num_boxes = valid.shape[1]
     kept = np.empty(num_boxes, np.int64)
-    for sample in range(len(start)):
+    for sample in range(len(valid)):
         num_kept = 0
         for j in range(num_boxes):
-            if not start[sample, j]:
+            if not valid[sample, j]:
                 continue
             x, y = boxes[sample, j, 0], boxes[sample, j, 1]
-            stays = True
-            for place in range(num_kept):
-                i = kept[place]
-                reach = boxes[sample, i, 2]
+            is_kept = True
+            for k in range(num_kept):
+                i = kept[k]
+                radius = boxes[sample, i, 2]
                 dx, dy = boxes[sample, i, 0] - x, boxes[sample, i, 1] - y
                 if (
-                    reach > 0
-                    and dx * dx + dy * dy <= reach * reach
+                    radius > 0
+                    and dx * dx + dy * dy <= radius * radius
                     and group[sample, i] == group[sample, j]
                 ):
-                    stays = False
+                    is_kept = False
                     break
-            if stays:
+            if is_kept:
                 keep[sample, j] = True
                 kept[num_kept] = j
                 num_kept += 1
 
 
 @njit(cache=True, nogil=True)
-def _keep_rotated(most_overlap, boxes, group, start, keep):  # type: ignore[no-untyped-def]
-    num_boxes = start.shape[1]
+def _keep_rotated(most_overlap, boxes, group, valid, keep):  # type: ignore[no-untyped-def]
+    num_boxes = valid.shape[1]
     kept = np.empty(num_boxes, np.int64)
-    for sample in range(len(start)):
+    for sample in range(len(valid)):
         num_kept = 0
         for j in range(num_boxes):
-            if not start[sample, j]:
+            if not valid[sample, j]:
                 continue
-            stays = True
-            for place in range(num_kept):
-                i = kept[place]
+            is_kept = True
+            for k in range(num_kept):
+                i = kept[k]
                 if (
                     group[sample, i] == group[sample, j]
-                    and _overlap(boxes[sample, i], boxes[sample, j]) > most_overlap
+                    and _iou(boxes[sample, i], boxes[sample, j]) > most_overlap
                 ):
-                    stays = False
+                    is_kept = False
                     break
-            if stays:
+            if is_kept:
                 keep[sample, j] = True
                 kept[num_kept] = j
                 num_kept += 1
 
 
 @njit(cache=True, nogil=True)
-def _overlap(one, other):  # type: ignore[no-untyped-def]
-    """See ``nms.rotated_iou``."""
+def _iou(one, other):  # type: ignore[no-untyped-def]
+    """Intersection over union of two boxes, see ``reference.rotated_iou``."""
     from_x, from_y = one[0] - other[0], one[1] - other[1]
     reach = math.hypot(one[2], one[3]) + math.hypot(other[2], other[3])
     if 4 * (from_x * from_x + from_y * from_y) > reach * reach:
@@ -96,7 +98,7 @@ def _overlap(one, other):  # type: ignore[no-untyped-def]
     cos, sin = math.cos(other[4]), math.sin(other[4])
     middle_x, middle_y = from_x * cos + from_y * sin, from_y * cos - from_x * sin
     cos, sin = math.cos(one[4] - other[4]), math.sin(one[4] - other[4])
-    # Half of the length and of the width, turned.
+    # Half of the length and of the width, rotated.
     ax, ay = one[2] / 2 * cos, one[2] / 2 * sin
     bx, by = -one[3] / 2 * sin, one[3] / 2 * cos
     limit_x, limit_y = other[2] / 2, other[3] / 2
@@ -111,23 +113,23 @@ def _overlap(one, other):  # type: ignore[no-untyped-def]
             step_x, step_y = -2 * j * bx, -2 * j * by
         if step_y == 0:
             continue
-        begin, end = _when_inside(y, step_y, limit_y)
+        begin, end = _inside_interval(y, step_y, limit_y)
         if begin >= end:
             continue
         enter, leave = begin, end
         if step_x != 0:
-            enter, leave = _when_inside(x, step_x, limit_x)
+            enter, leave = _inside_interval(x, step_x, limit_x)
         time = begin
-        moved = min(max(x + time * step_x, -limit_x), limit_x)
+        clamped = min(max(x + time * step_x, -limit_x), limit_x)
         for until in (min(max(enter, begin), end), min(max(leave, begin), end), end):
-            then = min(max(x + until * step_x, -limit_x), limit_x)
-            area += (until - time) * (moved + then) / 2 * step_y
-            time, moved = until, then
+            clamped_end = min(max(x + until * step_x, -limit_x), limit_x)
+            area += (until - time) * (clamped + clamped_end) / 2 * step_y
+            time, clamped = until, clamped_end
     both = one[2] * one[3] + other[2] * other[3]
     return area / (both - area) if area > 1e-6 * both else 0.0
 
 
 @njit(cache=True, nogil=True)
-def _when_inside(begin, step, limit):  # type: ignore[no-untyped-def]
+def _inside_interval(begin, step, limit):  # type: ignore[no-untyped-def]
     first, second = (-limit - begin) / step, (limit - begin) / step
     return min(max(min(first, second), 0.0), 1.0), min(max(max(first, second), 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""CPU kernel of :mod:`bev_lightning.ops.scatter`, compiled on first use; a GPU never imports it."""
+"""Numba CPU kernel of maximum pooling, compiled on first use."""
 
 from typing import Any
 
@@ -7,11 +7,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 
-def max_rows(
+def scatter_max(
     values: NDArray[Any], index: NDArray[np.int64], num_cells: int
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Maximum of the rows ``(M, C)`` of each cell and the row it came from, both ``(num_cells,
-    C)``; 0 and -1 in cells without rows."""
+    """Maximum of the rows ``(M, C)`` in each cell and the row that holds it.
+
+    Both are ``(num_cells, C)``, with 0 and -1 in cells without rows.
+
+    Raises:
+        IndexError: an index is outside 0..num_cells-1.
+    """
     shape = (num_cells, values.shape[1])
     pooled = np.zeros(shape, values.dtype)
     winner = np.full(shape, -1, np.int64)

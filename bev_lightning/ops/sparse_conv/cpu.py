@@ -1,45 +1,42 @@
-"""CPU loops of :mod:`bev_lightning.ops.sparse_conv`, compiled on first use; a GPU never imports
-them.
+"""Numba CPU kernels of sparse convolution, compiled on first use.
 
-Each output has one owner, which adds in a fixed order.
+One thread computes each output, adding in a fixed order.
 """
 
 import torch
 from numba import njit
 from torch import Tensor
 
-from bev_lightning.ops.backend import share_out
+from bev_lightning.ops.parallel_for import parallel_for
+from bev_lightning.ops.sparse_conv.reference import Size3
 
-Size3 = tuple[int, int, int]
-
-# Rows that are finished together, so that they and one offset's weights stay in the cache.
+# Output rows processed together, so that they and the weights of one offset stay in the cache.
 _ROWS = 64
 
 
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor) -> Tensor:
-    """``(num_outputs, Cout)``; see ``sparse_conv._convolve``."""
+    """``(num_outputs, Cout)``; see ``custom_op.convolve``."""
     out = features.new_zeros(sources.shape[1], weight.shape[2])
     if bias is not None:
         out += bias
     tensors = (features, weight, sources, out)
-    share_out(_convolve, len(out), *(tensor.numpy() for tensor in tensors))
+    parallel_for(_convolve, len(out), *(tensor.numpy() for tensor in tensors))
     return out
 
 
 def weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
-    """``(K, Cin, Cout)``; see ``sparse_conv._weight_gradient``."""
+    """``(K, Cin, Cout)``; see ``custom_op._weight_gradient``."""
     out = features.new_zeros(len(sources), features.shape[1], grad.shape[1])
     tensors = (features, grad, sources, out)
-    share_out(_add_products, len(out), *(tensor.numpy() for tensor in tensors))
+    parallel_for(_add_products, len(out), *(tensor.numpy() for tensor in tensors))
     return out
 
 
 def pair_neighbours(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
-    """See ``sparse_conv._pair_neighbours``; sorted keys are walked along together with their
-    neighbours' instead of searched."""
+    """See ``custom_op.pair_neighbours``; merges the sorted keys with their neighbours' keys."""
     z, y, x = coords[:, 1:].unbind(1)
     keys = ((coords[:, 0] * shape[0] + z) * shape[1] + y) * shape[2] + x
-    # What a strided convolution left is sorted.
+    # The outputs of a strided convolution are sorted already.
     order = torch.arange(len(keys))
     if not bool((keys[1:] > keys[:-1]).all()):
         keys, order = keys.sort()
@@ -52,15 +49,15 @@ def pair_neighbours(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
 def pair_strided(
     coords: Tensor, out_shape: Size3, kernel: Size3, stride: Size3, padding: Size3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``sparse_conv._pair_strided``; a hash table numbers the outputs."""
-    # Of the offsets along one axis at most ceil(kernel / stride) meet the stride.
-    most = len(coords)
+    """See ``custom_op.pair_strided``; a hash table numbers the outputs."""
+    # Along an axis, at most ceil(kernel / stride) offsets are multiples of the stride.
+    limit = len(coords)
     for axis in (0, 1, 2):
-        most *= -(-kernel[axis] // stride[axis])
+        limit *= -(-kernel[axis] // stride[axis])
     targets = torch.full((kernel[0] * kernel[1] * kernel[2], len(coords)), -1, dtype=torch.int32)
-    keys = torch.empty(most, dtype=torch.int64)
-    # At most half full, so that probing stays short; a power of two, so that a mask wraps round.
-    table = torch.full((1 << max(4, (2 * most).bit_length()),), -1, dtype=torch.int32)
+    keys = torch.empty(limit, dtype=torch.int64)
+    # At most half full, so that probing is short; a power of two, so that a mask replaces modulo.
+    table = torch.full((1 << max(4, (2 * limit).bit_length()),), -1, dtype=torch.int32)
     tensors = (coords.contiguous(), table, keys, targets)
     num_keys = _number_outputs(
         out_shape, kernel, stride, padding, *(tensor.numpy() for tensor in tensors)
@@ -82,7 +79,7 @@ def _convolve(first, last, features, weight, sources, out):  # type: ignore[no-u
                 source = sources[k, row]
                 if source < 0:
                     continue
-                # Four at a time: an output is loaded and stored once for four products.
+                # Four channels at a time: an output is loaded and stored once for four products.
                 for c in range(0, in_channels - 3, 4):
                     a, b = features[source, c], features[source, c + 1]
                     d, e = features[source, c + 2], features[source, c + 3]
@@ -104,7 +101,7 @@ def _add_products(first, last, features, grad, sources, out):  # type: ignore[no
     for k in range(first, last):
         row = 0
         while row < num_outputs:
-            # The next four pairs; where fewer are left, the last ones are one by one.
+            # The next four pairs; the last ones, fewer than four, are added one by one.
             found, p, q, r, s = 0, 0, 0, 0, 0
             while row < num_outputs and found < 4:
                 if sources[k, row] >= 0:
@@ -136,24 +133,24 @@ def _pair_neighbours(shape, kernel, coords, keys, order, sources):  # type: igno
     num_offsets = len(sources)
     for row in range(num):
         sources[num_offsets // 2, row] = row
-    # The second half of the kernel mirrors the first: what reaches me by d, I reach by -d.
+    # The second half of the kernel mirrors the first: if o reads i at offset d, i reads o at -d.
     for offset in range(num_offsets // 2):
         dz = offset // (kernel[1] * kernel[2]) - kernel[0] // 2
         dy = offset // kernel[2] % kernel[1] - kernel[1] // 2
         dx = offset % kernel[2] - kernel[2] // 2
         shift = (dz * height + dy) * width + dx
-        place = 0
+        j = 0
         for i in range(num):
-            wanted = keys[i] + shift
-            while keys[place] < wanted:  # ends at i, for shift is negative
-                place += 1
-            if keys[place] != wanted:
+            neighbour = keys[i] + shift
+            while keys[j] < neighbour:  # ends at i at the latest, because shift is negative
+                j += 1
+            if keys[j] != neighbour:
                 continue
             z, y, x = coords[i, 1] + dz, coords[i, 2] + dy, coords[i, 3] + dx
             if z < 0 or z >= depth or y < 0 or y >= height or x < 0 or x >= width:
                 continue
-            sources[offset, order[i]] = order[place]
-            sources[num_offsets - 1 - offset, order[place]] = order[i]
+            sources[offset, order[i]] = order[j]
+            sources[num_offsets - 1 - offset, order[j]] = order[i]
 
 
 @njit(cache=True, nogil=True)
@@ -174,15 +171,15 @@ def _number_outputs(  # type: ignore[no-untyped-def]
             if z >= depth or y >= height or x >= width:
                 continue
             key = ((coords[row, 0] * depth + z) * height + y) * width + x
-            # Neighbours in x share a line of memory.
-            place = ((key >> 3) * 0x9E3779B1 & mask) ^ (key & 7)
-            while table[place] >= 0 and keys[table[place]] != key:
-                place = (place + 1) & mask
-            if table[place] < 0:
-                table[place] = num_keys
+            # Neighbours in x share a cache line.
+            slot = ((key >> 3) * 0x9E3779B1 & mask) ^ (key & 7)
+            while table[slot] >= 0 and keys[table[slot]] != key:
+                slot = (slot + 1) & mask
+            if table[slot] < 0:
+                table[slot] = num_keys
                 keys[num_keys] = key
                 num_keys += 1
-            targets[offset, row] = table[place]
+            targets[offset, row] = table[slot]
     return num_keys
 
 

@@ -1,10 +1,9 @@
-"""Sparse convolution by spconv, where it is installed: the same rulebook and weights, multiplied by
-another library.
+"""Sparse convolution by the optional spconv library, with the same rulebooks and weights.
 
-spconv's ``Native`` algorithm takes lists of pairs, which our tables become. So its outputs stand in
-the same rows, and a model may change between the two at any time. Factors are float32 or float16,
-as autocast says; bfloat16, which spconv does not know, is widened. How float16 is summed is
-spconv's matter.
+spconv's ``Native`` algorithm takes lists of pairs, which are made from the rulebook's table. Its
+outputs are in the same rows, so that a model can switch between the two at any time. Factors are
+float32 or float16, as under autocast; bfloat16, which spconv does not support, is widened. How
+float16 is accumulated is up to spconv.
 """
 
 import functools
@@ -21,15 +20,18 @@ INSTALL = "pip install spconv-cu126 (or the wheel of your CUDA: spconv-cu121, sp
 
 
 def is_installed() -> bool:
-    """Whether there is an spconv to import."""
+    """Whether spconv is installed."""
     return importlib.util.find_spec("spconv") is not None
 
 
 def check_installed(key: str) -> None:
-    """Raises InputError where there is none.
+    """Check that spconv is installed.
 
     Args:
-        key: that asks for it.
+        key: configuration key that selects it, for the message.
+
+    Raises:
+        InputError: it is not installed.
     """
     if not is_installed():
         raise InputError(
@@ -38,18 +40,19 @@ def check_installed(key: str) -> None:
 
 
 def list_pairs(sources: Tensor) -> tuple[Tensor, Tensor]:
-    """A rulebook's table as spconv has it.
+    """Convert a rulebook's table to spconv's lists of pairs.
 
     Args:
         sources: ``(K, num_outputs)`` int32, -1 for none.
 
     Returns:
-        ``(2, K, num_outputs)`` int32 rows of inputs and of outputs, those that there are first, and
-        ``(K,)`` int32 how many there are.
+        ``(2, K, num_outputs)`` int32 rows of inputs and of outputs, existing pairs first, and
+        ``(K,)`` int32 number of pairs at each offset.
     """
-    there = sources >= 0
-    outputs = torch.argsort(~there, dim=1, stable=True)
-    return torch.stack([sources.gather(1, outputs), outputs.int()]), there.sum(1, dtype=torch.int32)
+    exists = sources >= 0
+    outputs = torch.argsort(~exists, dim=1, stable=True)
+    pairs = torch.stack([sources.gather(1, outputs), outputs.int()])
+    return pairs, exists.sum(1, dtype=torch.int32)
 
 
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor) -> Tensor:
@@ -88,14 +91,16 @@ class _Convolution(torch.autograd.Function):
 
 
 def _shape(filters: Tensor) -> Tensor:
-    """``(Cout, K, Cin)`` with the three axes of a kernel, which spconv only counts."""
+    """``(Cout, K, Cin)`` with three kernel axes, of which spconv uses only the product."""
     return filters[:, :, None, None, :]
 
 
 @functools.cache
 def _load() -> tuple[Any, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch, for how spconv is written
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # raised by torch for deprecated calls in spconv
         from spconv.core import ConvAlgo
         from spconv.pytorch import ops
     return ops, ConvAlgo.Native

@@ -1,6 +1,8 @@
-"""GPU kernels of :mod:`bev_lightning.ops.sparse_conv`: a program owns a tile of outputs, gathers
-the inputs that reach it offset by offset and multiplies them on the matrix units. No pair is
-written to memory in between, and nothing is added atomically."""
+"""Triton GPU kernels of sparse convolution, without atomic additions.
+
+A program computes a tile of outputs: offset by offset it gathers the inputs and multiplies them on
+the matrix units. Nothing is written to memory in between.
+"""
 
 import torch
 import triton
@@ -8,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS = 64
-# The gradient of the weights sums over voxels: these many parts, added afterwards in their order.
-_MOST_PARTS = 16
+# The weight gradient sums over voxels in at most so many parts, which are added in a fixed order.
+_MAX_PARTS = 16
 _ROWS_PER_PART = 1024
 
 
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor) -> Tensor:
-    """``(num_outputs, Cout)``; see ``sparse_conv._convolve``."""
+    """``(num_outputs, Cout)``; see ``custom_op.convolve``."""
     num_offsets, num_outputs = sources.shape
     in_channels, out_channels = weight.shape[1:]
     out = features.new_empty(num_outputs, out_channels)
@@ -33,10 +35,10 @@ def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, sources: Ten
 
 
 def weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
-    """``(K, Cin, Cout)``; see ``sparse_conv._weight_gradient``."""
+    """``(K, Cin, Cout)``; see ``custom_op._weight_gradient``."""
     num_offsets, num_outputs = sources.shape
     in_channels, out_channels = features.shape[1], grad.shape[1]
-    num_parts = min(_MOST_PARTS, max(1, triton.cdiv(num_outputs, _ROWS_PER_PART)))
+    num_parts = min(_MAX_PARTS, max(1, triton.cdiv(num_outputs, _ROWS_PER_PART)))
     size = (num_parts, num_offsets, in_channels, out_channels)
     parts = torch.empty(size, dtype=torch.float32, device=features.device)
     block_in, block_out = _block(in_channels), _block(out_channels)
@@ -52,12 +54,12 @@ def weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
 
 
 def _block(channels: int) -> int:
-    """A matrix unit takes 16 at least."""
+    """Block size for so many channels; a matrix unit takes at least 16."""
     return min(64, max(16, int(triton.next_power_of_2(channels))))
 
 
 def _precision() -> str:
-    """What PyTorch's own products of float32 are allowed to be."""
+    """The float32 precision that PyTorch allows for its own matrix products."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
@@ -75,7 +77,7 @@ def _convolve(  # type: ignore[no-untyped-def]
         total += tl.load(bias + column, mask=in_columns, other=0.0)[None, :]
     for k in range(num_offsets):
         source = tl.load(sources + k * num_outputs + row, mask=in_rows, other=-1).to(tl.int64)
-        # Neighbouring voxels tend to lack the same neighbours.
+        # Often empty for the whole tile: nearby voxels tend to lack the same neighbours.
         if tl.max(source, axis=0) >= 0:
             for begin in range(0, in_channels, IN):
                 channel = begin + tl.arange(0, IN)

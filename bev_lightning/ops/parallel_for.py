@@ -1,0 +1,25 @@
+"""Runs a compiled loop on several threads."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+def parallel_for(loop: Callable[..., None], count: int, *arguments: Any) -> None:
+    """Run ``loop(start, stop, *arguments)`` over items 0..count-1, split evenly over the threads.
+
+    Uses PyTorch's number of threads. The loop must release the GIL (``njit(nogil=True)``) and write
+    only to the outputs of its own items; then the result does not depend on the number of threads.
+    """
+    parts = min(torch.get_num_threads(), count)
+    if parts <= 1:
+        loop(0, count, *arguments)
+        return
+    bounds = [count * part // parts for part in range(parts + 1)]
+    with ThreadPoolExecutor(parts) as pool:
+        jobs = [pool.submit(loop, start, stop, *arguments) for start, stop in pairwise(bounds)]
+        for job in jobs:
+            job.result()
