@@ -42,6 +42,9 @@ CLASS_OF_CATEGORY: Mapping[str, str] = MappingProxyType(
 )
 """Detection class of each nuScenes category; other categories belong to none."""
 
+BICYCLE_RACK = "static_object.bicycle_rack"
+"""Category of the racks in which the metric ignores bicycles and motorcycles."""
+
 ATTRIBUTES = (
     "vehicle.moving",
     "vehicle.stopped",

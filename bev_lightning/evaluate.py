@@ -10,12 +10,13 @@ from bev_lightning.config.run_directory import write_json
 def main(cfg: DictConfig) -> float | None:
     """Score ``data.val_split`` with the nuScenes metric; returns NDS.
 
-    The run directory receives score.json and, from a checkpoint, the submission it comes from. A
-    submission is scored from the tables alone: it takes neither a model nor a sensor's file.
+    Writes score.json and, from a checkpoint, submission.json to the run directory. Scoring a
+    submission (``results=FILE``) needs neither a model nor sensor files.
     """
     import time
     from pathlib import Path
 
+    from bev_lightning.data.nuscenes.ground_truth import check_predicted
     from bev_lightning.metrics.submission import read_submission, write_submission
     from bev_lightning.runtime.build import (
         build_data,
@@ -32,9 +33,11 @@ def main(cfg: DictConfig) -> float | None:
     data = build_data(cfg)
     steps, samples_per_s = None, None
     if cfg.results is not None:
-        results = read_submission(Path(cfg.results))
-        tokens = data.open_index().split(cfg.data.val_split)
-        scores = build_evaluator(cfg).evaluate(results, tokens)
+        results = read_submission(Path(cfg.results), data.classes)
+        index = data.open_index()
+        tokens = index.split(cfg.data.val_split)
+        check_predicted(index, results, tokens)
+        scores = build_evaluator(cfg).evaluate(results, data.ground_truth(tokens))
     else:
         module = build_module(cfg)
         load_weights(module, cfg.ckpt)

@@ -189,7 +189,8 @@ def _check_data(cfg: DictConfig) -> None:
     if _get(cfg, "data") is None:
         return
     check_on_missing(_get(cfg, "data.on_missing"))
-    check_classes(list(_get(cfg, "data.classes") or []))
+    classes = list(_get(cfg, "data.classes") or [])
+    check_classes(classes, _get(cfg, "data.class_of_category"))
     _check_loader(cfg)
     _check_paste(cfg)
     _check_augment(cfg)

@@ -56,7 +56,7 @@ def count_boxes(
     unknown = 0
     for row, token in enumerate(tokens):
         boxes = index.sample(token).annotations
-        label = np.array([numbers.get(name, -1) for name in boxes.detection], np.int64)
+        label = np.array([numbers.get(name, -1) for name in boxes.class_name], np.int64)
         kept = (label >= 0) & (boxes.num_lidar_pts + boxes.num_radar_pts >= min_points)
         num_boxes[row] = np.bincount(label[kept], minlength=len(classes))
         unknown += int(np.isnan(boxes.velocity[kept, :2]).any(axis=1).sum())

@@ -1,7 +1,7 @@
 """LightningDataModule of a nuScenes data set: index, samples, and resumable batch streams."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from bev_lightning.data.loaders.image_cache import (
     open_image_cache,
 )
 from bev_lightning.data.loaders.protocol import Loader
+from bev_lightning.data.nuscenes.ground_truth import read_ground_truth
 from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.data.nuscenes.sensor_rig import SensorRig
@@ -37,6 +38,7 @@ from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
 from bev_lightning.data.transforms.gt_sampling import GTSampler, GTSampling, check_lidar_only
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
+from bev_lightning.structures.ground_truth import GroundTruth
 
 
 class DetectionDataModule(LightningDataModule):
@@ -79,6 +81,7 @@ class DetectionDataModule(LightningDataModule):
         cache: CacheKind = "none",
         cache_gib: float = 8.0,
         sensors: SensorRig | None = None,
+        class_of_category: Mapping[str, str] | None = None,
     ) -> None:
         """Check and store the settings; nothing is read before :meth:`prepare_data`.
 
@@ -105,13 +108,15 @@ class DetectionDataModule(LightningDataModule):
                 model; None for none.
             cache, cache_gib: where training caches decoded images, and the size per process.
             sensors: the rig; None for nuScenes' cars.
+            class_of_category: class of each annotated category, for own class names; None: the
+                nuScenes detection classes.
 
         Raises:
             InputError: a setting is invalid, or two contradict each other.
         """
         super().__init__()
         check_on_missing(on_missing)
-        check_classes(classes)
+        check_classes(classes, class_of_category)
         if batch_size < 1 or val_batch_size < 1:
             raise InputError(
                 f"data.batch_size={batch_size} and data.val_batch_size={val_batch_size} must be at "
@@ -135,6 +140,7 @@ class DetectionDataModule(LightningDataModule):
         self.batch_size, self.val_batch_size = batch_size, val_batch_size
         self.on_missing = on_missing
         self.classes, self.num_workers = tuple(classes), num_workers
+        self.class_of_category = class_of_category and dict(class_of_category)
         self.inputs, self.augment, self.loader = inputs, augment, loader
         self.cache_dir, self.seed = cache_dir, seed
         self.synthetic = synthetic
@@ -187,7 +193,12 @@ class DetectionDataModule(LightningDataModule):
             self.cache_dir,
             self.num_workers,
             reference=self.rig.reference,
+            class_of_category=self.class_of_category,
         )
+
+    def ground_truth(self, tokens: Sequence[str]) -> dict[str, GroundTruth]:
+        """Annotated boxes of samples for the metric, by sample token."""
+        return read_ground_truth(self.open_index() if self.index is None else self.index, tokens)
 
     def warn_of_derived_motion(self) -> None:
         """Warn of scenes without CAN bus files; for models that read them, after :meth:`setup`."""

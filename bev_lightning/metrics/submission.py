@@ -61,6 +61,7 @@ def to_entries(
     global_from_lidar: Tensor,
     sample_tokens: Sequence[str],
     classes: Sequence[str],
+    detection_names: Mapping[str, str] | None = None,
 ) -> Entries:
     """Convert boxes of the model frame to nuScenes detection entries, one list for each sample.
 
@@ -73,7 +74,8 @@ def to_entries(
         global_from_lidar: ``(B, 4, 4)`` float64, the inverse of any BEV augmentation included; a
             uniform scale or a mirroring in it is undone on sizes and headings too.
         sample_tokens: nuScenes tokens of the B samples.
-        classes: nuScenes detection names.
+        classes: names in the order of the labels; entries contain them as ``detection_name``.
+        detection_names: nuScenes detection class of own classes, for their attributes.
     """
     boxes = boxes.to("cpu")
     pose = global_from_lidar.detach().to("cpu", torch.float64)
@@ -98,6 +100,7 @@ def to_entries(
     score = torch.ones_like(yaw) if boxes.score is None else boxes.score.detach().double()
 
     results: Entries = {}
+    aliases = detection_names or {}
     for b, token in enumerate(sample_tokens):
         keep = boxes.valid[b].nonzero().squeeze(-1)
         names = [classes[label] for label in boxes.label[b, keep].tolist()]
@@ -112,7 +115,7 @@ def to_entries(
                 "velocity": box_velocity,
                 "detection_name": name,
                 "detection_score": box_score,
-                "attribute_name": attribute_of(name, box_speed),
+                "attribute_name": attribute_of(aliases.get(name, name), box_speed),
             }
             for name, box_centre, box_size, box_rotation, box_velocity, box_score, box_speed in rows
         ]
@@ -174,7 +177,7 @@ def write_submission(
     return path
 
 
-def read_submission(path: Path) -> Entries:
+def read_submission(path: Path, classes: Sequence[str] = ()) -> Entries:
     """The entries of a nuScenes submission file; NaN and infinity pass, :func:`clean` counts them.
 
     Raises:
@@ -194,7 +197,7 @@ def read_submission(path: Path) -> Entries:
             'with "meta" and "results"'
         ) from None
     for token, entry in rows:
-        if fault := _find_fault(token, entry):
+        if fault := _find_fault(token, entry, (*DETECTION_CLASSES, *classes)):
             raise InputError(
                 f"{path} has a box in sample {token} {fault}; write it in the nuScenes detection "
                 "format"
@@ -202,7 +205,7 @@ def read_submission(path: Path) -> Entries:
     return results
 
 
-def _find_fault(token: str, entry: Any) -> str:
+def _find_fault(token: str, entry: Any, classes: Sequence[str]) -> str:
     """What is wrong with the fields of a box, empty where nothing is."""
     if not isinstance(entry, dict):
         return f"that is {json.dumps(entry)[:40]} and no object"
@@ -217,7 +220,7 @@ def _find_fault(token: str, entry: Any) -> str:
             return f"whose {field} is {json.dumps(value)[:60]} and not {length} numbers"
     if not _is_number(entry["detection_score"]):
         return f"whose detection_score is {entry['detection_score']!r} and no number"
-    if entry["detection_name"] not in DETECTION_CLASSES:
+    if entry["detection_name"] not in classes:
         return f"whose detection_name is {entry['detection_name']!r}, which is no nuScenes class"
     if entry["attribute_name"] not in ("", *ATTRIBUTES):
         return f"whose attribute_name is {entry['attribute_name']!r}, which nuScenes does not have"

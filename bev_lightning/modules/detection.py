@@ -27,6 +27,7 @@ from bev_lightning.models.protocol import (
 from bev_lightning.modules.optimizer import OptimizerFactory, match_multipliers
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
 from bev_lightning.structures import Batch, Boxes3D, Inputs
+from bev_lightning.structures.ground_truth import GroundTruth
 
 
 @runtime_checkable
@@ -206,7 +207,7 @@ class DetectionModule(L.LightningModule):
         if self.global_rank == 0:
             try:
                 known = {token: found[token] for token in self.results if token in found}
-                scores = [self.evaluator.evaluate(known, list(self.results))]
+                scores = [self.evaluator.evaluate(known, self._ground_truth())]
             except Exception as error:
                 if not dist.is_initialized():
                     raise
@@ -305,7 +306,10 @@ class DetectionModule(L.LightningModule):
 
     def _collect(self, predictions: Any, batch: Batch) -> Boxes3D:
         boxes = self._detect(predictions, batch)
-        entries = to_entries(boxes, batch.global_from_lidar, batch.sample_tokens, self.classes)
+        names = None if self.evaluator is None else self.evaluator.detection_names
+        entries = to_entries(
+            boxes, batch.global_from_lidar, batch.sample_tokens, self.classes, names
+        )
         # The first result counts: a repeated sample has lost the memory of the frame before.
         for token, found in entries.items():
             self.results.setdefault(token, found)
@@ -351,6 +355,17 @@ class DetectionModule(L.LightningModule):
         assert batches is not None
         cut = int(limits[0]) if limits[0] < len(batches) else None
         return {token: found.get(token, []) for token in data.list_tokens(name, cut)}
+
+    def _ground_truth(self) -> dict[str, GroundTruth]:
+        """Annotated boxes of the evaluated samples."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not hasattr(data, "ground_truth"):
+            raise InputError(
+                "the metric needs ground truth: pass the trainer a datamodule with a method "
+                "ground_truth(tokens), such as DetectionDataModule, or set model.evaluator=null"
+            )
+        truth: dict[str, GroundTruth] = data.ground_truth(list(self.results))
+        return truth
 
     def _datamodule(self) -> DetectionData | None:
         data = getattr(self.trainer, "datamodule", None)

@@ -1,4 +1,4 @@
-"""What every room speaks: transforms, the BEV grid, boxes and the batch. Depends on torch alone."""
+"""What every layer uses: transforms, the BEV grid, boxes and the batch. Depends on torch alone."""
 
 from bev_lightning.structures.batch import Batch, Cameras, Points, Radar
 from bev_lightning.structures.boxes import Boxes3D

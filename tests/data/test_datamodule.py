@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 
+from bev_lightning.data.class_balance import count_boxes
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.data.loaders.torch import TorchLoader
 from bev_lightning.data.synthetic.dataset import SyntheticSpec
@@ -313,6 +314,29 @@ def test_nonsense_is_refused(make_data) -> None:
         make_data(train_split="no_such_split").setup("fit")
     with pytest.raises(InputError, match="spaceship"):
         make_data(classes=("car", "spaceship"))
+
+
+def training_labels(data: DetectionDataModule) -> list[list[int]]:
+    data.setup("fit")
+    source = data._frames["train"]
+    frames = [source.frame(0, position).batch.targets for position in range(len(source))]
+    return [targets[0].label.tolist() for targets in frames]
+
+
+def test_three_nuscenes_classes_and_own_classes_label_the_targets(make_data) -> None:
+    """Each frame has a car, a pedestrian, a barrier without points and an animal."""
+    wide = {"augment": None, "target_range": (-1e4, -1e4, -100, 1e4, 1e4, 100), "min_points": 0}
+    three = make_data(classes=("barrier", "pedestrian", "car"), **wide)
+    assert training_labels(three) == [[2, 1, 0]] * 3
+    mapping = {"human.pedestrian.adult": "being", "animal": "being", "vehicle.car": "vehicle"}
+    own = make_data(classes=("vehicle", "being"), class_of_category=mapping, **wide)
+    assert training_labels(own) == [[0, 1, 1]] * 3
+    truth = own.ground_truth(own.index.tokens)
+    assert truth[own.index.tokens[0]].class_name == ("vehicle", "being", "being")
+    counts = count_boxes(own.index, own.train_tokens, own.classes, min_points=0)
+    assert counts.num_boxes.sum(0).tolist() == [3, 6]
+    with pytest.raises(InputError, match="holds car, to which data.class_of_category maps no"):
+        make_data(classes=("car",), class_of_category=mapping)
 
 
 def test_synthetic_data_is_made_on_first_use(make_data, tmp_path: Path) -> None:

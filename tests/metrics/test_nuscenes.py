@@ -8,13 +8,17 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from bev_lightning.classes import ATTRIBUTES as KNOWN_ATTRIBUTES
+from bev_lightning.data.nuscenes.ground_truth import check_predicted, read_ground_truth
+from bev_lightning.data.nuscenes.index import Index, open_index
 from bev_lightning.errors import InputError
-from bev_lightning.metrics.nuscenes import NuScenesEvaluator
+from bev_lightning.metrics.nuscenes import NuScenesEvaluator, Scores
 
 CATEGORIES = {
     "car": "vehicle.car",
@@ -101,6 +105,7 @@ def write_tree(root: Path) -> Path:
                     sample_token=sample,
                     instance_token=token,
                     attribute_tokens=attributes,
+                    visibility_token="",
                     translation=(start + speed * 0.5 * i).tolist(),
                     size=[2.0, 2.0, 2.0] if name == RACK else rng.uniform(0.5, 4.0, 3).tolist(),
                     rotation=[math.cos(yaw / 2), 0.0, 0.0, math.sin(yaw / 2)],
@@ -125,6 +130,16 @@ def neighbours(stem: str, i: int, num: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tree(tmp_path_factory.mktemp("tree"))
+
+
+@pytest.fixture(scope="module")
+def index(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Index:
+    return open_index(tree, "v1.0-mini", tmp_path_factory.mktemp("cache"))
+
+
+def score(index: Index, results: dict, tokens, classes=CLASSES, **settings) -> Scores:
+    truth = read_ground_truth(index, list(tokens))
+    return NuScenesEvaluator(classes, **settings).evaluate(results, truth)
 
 
 def truth_entries(
@@ -193,28 +208,29 @@ def val_only(results: dict[str, list[dict]]) -> dict[str, list[dict]]:
     return {token: results[token] for token in VAL}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_an_official_split_scores_as_the_devkit_scores_it(
-    tree: Path, tmp_path: Path, seed: int
-) -> None:
+def official_evaluation(root: Path, version: str, split: str, results: dict, folder: Path):
+    """The devkit's own evaluation, which reads the tables itself."""
     from nuscenes import NuScenes
     from nuscenes.eval.common.config import config_factory
     from nuscenes.eval.detection.evaluate import DetectionEval
 
-    results = disturb(val_only(truth_entries(tree)), seed)
-    path = tmp_path / "results.json"
+    path = folder / "results.json"
     path.write_text(json.dumps({"meta": {"use_camera": True}, "results": results}))
-    official = DetectionEval(
-        NuScenes("v1.0-mini", str(tree), verbose=False),
-        config_factory("detection_cvpr_2019"),
-        str(path),
-        "mini_val",
-        str(tmp_path),
-        verbose=False,
-    )
+    with patch("nuscenes.nuscenes.MapMask"):  # a real tree has no maps
+        devkit = NuScenes(version, str(root), verbose=False)
+    config = config_factory("detection_cvpr_2019")
+    return DetectionEval(devkit, config, str(path), split, str(folder), verbose=False)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_official_split_scores_as_the_devkit_scores_it(
+    tree: Path, index: Index, tmp_path: Path, seed: int
+) -> None:
+    results = disturb(val_only(truth_entries(tree)), seed)
+    official = official_evaluation(tree, "v1.0-mini", "mini_val", results, tmp_path)
     want = official.evaluate()[0].serialize()
 
-    scores = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)
+    scores = score(index, results, VAL)
     assert 0.05 < want["mean_ap"] < 0.8
     # The classes are added up in another order: the means may differ in their last bit.
     assert scores.mAP == pytest.approx(want["mean_ap"], rel=1e-14)
@@ -235,9 +251,11 @@ def test_an_official_split_scores_as_the_devkit_scores_it(
     assert scores.frames == 5
 
 
-def test_ground_truth_as_prediction_is_perfect_where_there_is_ground_truth(tree: Path) -> None:
+def test_ground_truth_as_prediction_is_perfect_where_there_is_ground_truth(
+    tree: Path, index: Index
+) -> None:
     results = val_only(truth_entries(tree, with_points=True))
-    scores = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)
+    scores = score(index, results, VAL)
     present = [name for name in CLASSES if scores.truth[name]]
     assert set(CLASSES) - set(present) == {"bus"}  # none was made
     assert {name: scores.AP[name] for name in present} == pytest.approx(dict.fromkeys(present, 1.0))
@@ -248,25 +266,9 @@ def test_ground_truth_as_prediction_is_perfect_where_there_is_ground_truth(tree:
     assert scores.errors["car"]["AAE"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_neither_map_masks_nor_lidarseg_are_read(tree: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(tree / "v1.0-mini", bare / "v1.0-mini")
-    (bare / "v1.0-mini" / "lidarseg.json").write_text("[{}]")  # its folder is not there either
-    results = disturb(val_only(truth_entries(tree)), 0)
-    want, found = (NuScenesEvaluator(r, "v1.0-mini", CLASSES) for r in (tree, bare))
-    assert found.evaluate(results, VAL) == want.evaluate(results, VAL)
-
-    (bare / "v1.0-mini" / "log.json").write_text("[")
-    again = bare.rename(tmp_path / "broken")
-    with pytest.raises(InputError, match=r"broken/v1.0-mini cannot be read \(JSONDecodeError"):
-        NuScenesEvaluator(again, "v1.0-mini", CLASSES).evaluate(results, VAL)
-
-
-def test_means_go_over_the_classes_of_the_model(tree: Path) -> None:
+def test_means_go_over_the_classes_of_the_model(tree: Path, index: Index) -> None:
     results = val_only(truth_entries(tree, with_points=True))
-    scores = NuScenesEvaluator(tree, "v1.0-mini", ("barrier", "traffic_cone")).evaluate(
-        results, VAL
-    )
+    scores = score(index, results, VAL, ("barrier", "traffic_cone"))
     assert scores.mAP == pytest.approx(1.0)
     assert list(scores.AP) == ["barrier", "traffic_cone"]
     assert scores.mAVE == 1.0  # neither class defines a velocity error
@@ -274,16 +276,14 @@ def test_means_go_over_the_classes_of_the_model(tree: Path) -> None:
     assert json.loads(json.dumps(scores.to_dict(), allow_nan=False)) == scores.to_dict()
 
 
-def test_a_custom_split_and_missing_samples(tree: Path) -> None:
-    evaluator = NuScenesEvaluator(tree, "v1.0-mini", CLASSES)
+def test_a_custom_split_and_missing_samples(tree: Path, index: Index) -> None:
     results = truth_entries(tree, with_points=True)
-    one = evaluator.evaluate({"scene-0916-0": results["scene-0916-0"]}, ["scene-0916-0"])
+    one = score(index, {"scene-0916-0": results["scene-0916-0"]}, ["scene-0916-0"])
     assert (one.frames, one.AP["car"]) == (1, pytest.approx(1.0))
     # Half of the samples predicted: half of the cars found, each at precision 1.
-    half = evaluator.evaluate(
-        {"scene-0916-0": results["scene-0916-0"]}, ["scene-0916-0", "scene-0916-1"]
-    )
-    empty = evaluator.evaluate(
+    half = score(index, {"scene-0916-0": results["scene-0916-0"]}, ["scene-0916-0", "scene-0916-1"])
+    empty = score(
+        index,
         {"scene-0916-0": results["scene-0916-0"], "scene-0916-1": []},
         ["scene-0916-0", "scene-0916-1"],
     )
@@ -296,14 +296,14 @@ def test_a_custom_split_and_missing_samples(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("results", [{}, {token: [] for token in VAL}])
-def test_no_prediction_at_all_scores_zero(tree: Path, results: dict) -> None:
-    scores = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)
+def test_no_prediction_at_all_scores_zero(tree: Path, index: Index, results: dict) -> None:
+    scores = score(index, results, VAL)
     assert (scores.mAP, scores.NDS, scores.mATE) == (0.0, 0.0, 1.0)
     assert sum(scores.truth.values()) > 20 and sum(scores.predictions.values()) == 0
     json.dumps(scores.to_dict(), allow_nan=False)
 
 
-def test_too_many_and_broken_boxes_do_not_stop_the_evaluation(tree: Path) -> None:
+def test_too_many_and_broken_boxes_do_not_stop_the_evaluation(tree: Path, index: Index) -> None:
     results = val_only(truth_entries(tree, with_points=True))
     car = next(e for e in results["scene-0103-0"] if e["detection_name"] == "car")
     noise = [
@@ -311,19 +311,18 @@ def test_too_many_and_broken_boxes_do_not_stop_the_evaluation(tree: Path) -> Non
         for i in range(600)
     ]
     broken = {**car, "size": [0.0, 1.0, 1.0]}
-    clean_scores = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)
+    clean_scores = score(index, results, VAL)
     kept = len(results["scene-0103-0"])
     results["scene-0103-0"] = noise + [broken] + results["scene-0103-0"]
-    scores = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)
+    scores = score(index, results, VAL)
     assert (scores.over_limit, scores.invalid) == (100 + kept, 1)
     assert scores.predictions["car"] == 500 - kept + clean_scores.predictions["car"]
     assert scores.AP["pedestrian"] == clean_scores.AP["pedestrian"]
 
 
-def test_the_wrong_split_is_named(tree: Path) -> None:
-    evaluator = NuScenesEvaluator(tree, "v1.0-mini", CLASSES)
+def test_the_wrong_split_is_named(index: Index) -> None:
     with pytest.raises(InputError) as error:
-        evaluator.evaluate({"scene-0061-0": []}, VAL)
+        check_predicted(index, ["scene-0061-0"], VAL)
     assert str(error.value) == (
         "1 of the 1 predicted samples are not evaluated: the predictions are of mini_train, the "
         "evaluation is on mini_val; predict and evaluate the same data.val_split"
@@ -331,33 +330,150 @@ def test_the_wrong_split_is_named(tree: Path) -> None:
     with pytest.raises(
         InputError, match="predictions are of only_0916, the evaluation is on mini_train"
     ):
-        evaluator.evaluate({"scene-0916-1": []}, ["scene-0061-0"])
-    with pytest.raises(
-        InputError, match="predictions are of 1 samples that v1.0-mini does not have"
-    ):
-        evaluator.evaluate({"elsewhere": []}, VAL)
+        check_predicted(index, ["scene-0916-1"], ["scene-0061-0"])
+    with pytest.raises(InputError, match="predictions are of 1 samples that .* does not have"):
+        check_predicted(index, ["elsewhere"], VAL)
+    check_predicted(index, VAL[:2], VAL)
+    with pytest.raises(InputError, match="1 of the 1 predicted samples, such as scene-0061-0, are"):
+        score(index, {"scene-0061-0": []}, VAL)
 
 
-def test_inputs_that_cannot_be_evaluated_are_named(tree: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="holds no nuScenes tables; set data.root"):
-        NuScenesEvaluator(tmp_path, "v1.0-mini", CLASSES).evaluate({}, VAL)
-    with pytest.raises(InputError, match="does not know the classes tram; set data.classes"):
-        NuScenesEvaluator(tree, "v1.0-mini", ("car", "tram")).evaluate({}, VAL)
+def test_inputs_that_cannot_be_evaluated_are_named(index: Index) -> None:
     with pytest.raises(InputError, match="1 of the 6 samples to evaluate on, such as nowhere"):
-        NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate({}, [*VAL, "nowhere"])
-    with pytest.raises(InputError, match="no sample to evaluate on"):
-        NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate({}, [])
+        score(index, {}, [*VAL, "nowhere"])
+    with pytest.raises(InputError, match="no sample to evaluate"):
+        score(index, {}, [])
 
 
-def test_the_log_holds_flat_numbers(tree: Path) -> None:
-    log = NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate({}, VAL).to_log()
+def test_an_annotation_of_two_attributes_is_named(tree: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "tree"
+    shutil.copytree(tree, copy)
+    path = copy / "v1.0-mini" / "sample_annotation.json"
+    rows = json.loads(path.read_text())
+    broken = next(row for row in rows if row["token"] == "scene-0103-car-1-1")
+    broken["attribute_tokens"] = ["vehicle.parked", "vehicle.moving"]
+    path.write_text(json.dumps(rows))
+    index = open_index(copy, "v1.0-mini", tmp_path / "cache")
+    with pytest.raises(InputError, match="annotation scene-0103-car-1-1 has several attributes"):
+        read_ground_truth(index, VAL)
+    assert len(read_ground_truth(index, VAL[:1])) == 1
+    # It is no error in a box without a class.
+    others = open_index(copy, "v1.0-mini", tmp_path / "cache", class_of_category={"bus": "bus"})
+    assert read_ground_truth(others, VAL)[VAL[1]].class_name == ()
+
+
+def assert_equals_devkit_truth(index: Index, official) -> int:
+    """The ground truth equals what ``DetectionEval`` has loaded, before and after its filter."""
+    from nuscenes.eval.common.loaders import load_gt
+    from nuscenes.eval.detection.data_classes import DetectionBox
+
+    devkit = load_gt(official.nusc, official.eval_set, DetectionBox)
+    truth = read_ground_truth(index, devkit.sample_tokens)
+    evaluator, num_boxes = NuScenesEvaluator(CLASSES), 0
+    for token, boxes in truth.items():
+        ours = evaluator._truth_boxes(token, boxes)
+        theirs = devkit[token]
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one.velocity, other.velocity)
+            assert (one.detection_name, one.attribute_name, one.num_pts) == (
+                other.detection_name,
+                other.attribute_name,
+                other.num_pts,
+            )
+            for name in ("translation", "size", "rotation"):
+                assert list(getattr(one, name)) == list(getattr(other, name))
+        sample = official.nusc.get("sample", token)
+        pose = official.nusc.get("sample_data", sample["data"]["LIDAR_TOP"])["ego_pose_token"]
+        pose = official.nusc.get("ego_pose", pose)
+        assert boxes.ego_position.tolist() == pose["translation"]
+        num_boxes += len(ours)
+    return num_boxes
+
+
+@pytest.mark.devkit
+def test_the_ground_truth_is_the_devkits(tree: Path, index: Index, tmp_path: Path) -> None:
+    results = val_only(truth_entries(tree))
+    official = official_evaluation(tree, "v1.0-mini", "mini_val", results, tmp_path)
+    assert assert_equals_devkit_truth(index, official) == 5 * 18
+    # One bicycle of each frame stands in a rack and is left out on both sides.
+    scores = score(index, results, VAL)
+    counts = Counter(box.detection_name for box in official.gt_boxes.all)
+    assert scores.truth["bicycle"] == counts["bicycle"] < 5 * 2
+    assert scores.predictions["bicycle"] == 5
+
+
+@pytest.mark.devkit
+def test_three_classes_score_as_among_the_ten(tree: Path, index: Index) -> None:
+    results = disturb(val_only(truth_entries(tree)), 0)
+    every, three = (
+        score(index, results, VAL, names) for names in (CLASSES, CLASSES[:2] + CLASSES[8:9])
+    )
+    assert list(three.AP) == ["car", "truck", "pedestrian"]
+    assert three.AP == {name: every.AP[name] for name in three.AP}
+    assert three.errors == {name: every.errors[name] for name in three.AP}
+    assert three.mAP == pytest.approx(sum(three.AP.values()) / 3)
+
+
+def test_own_classes_are_scored_as_the_classes_that_they_map_to(
+    tree: Path, index: Index, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Renaming classes renames nothing else: scores are those of the nuScenes names."""
+    own = {"person": "pedestrian", "bike": "bicycle"}
+    class_of_category = {
+        CATEGORIES["pedestrian"]: "person",
+        CATEGORIES["bicycle"]: "bike",
+        CATEGORIES["car"]: "vehicle",
+        CATEGORIES["truck"]: "vehicle",
+    }
+    renamed = open_index(tree, "v1.0-mini", tmp_path, class_of_category=class_of_category)
+    assert renamed.stamp != open_index(tree, "v1.0-mini", tmp_path).stamp
+    results = disturb(val_only(truth_entries(tree)), 1)
+    names = {detection: name for name, detection in own.items()}
+    mine = {
+        token: [
+            {**entry, "detection_name": names.get(entry["detection_name"], "vehicle")}
+            for entry in entries
+            if entry["detection_name"] in (*names, "car", "truck")
+        ]
+        for token, entries in results.items()
+    }
+    scores = score(renamed, mine, VAL, ("vehicle", "person", "bike"), detection_names=own)
+    want = score(index, results, VAL, ("pedestrian", "bicycle"))
+    assert scores.AP == want.AP and scores.errors == want.errors and scores.mAP == want.mAP
+    assert "leaves out vehicle" in caplog.text
+    # All vehicles as one class with the rules of cars.
+    merged = score(renamed, mine, VAL, ("vehicle",), detection_names={"vehicle": "car"})
+    both = score(index, results, VAL)
+    assert merged.truth["car"] == both.truth["car"] + both.truth["truck"]
+    with pytest.raises(InputError, match=r"knows none of data.classes=\['vehicle'\]: map some"):
+        NuScenesEvaluator(["vehicle"])
+
+
+def test_foreign_attributes_count_as_none(index: Index) -> None:
+    truth = read_ground_truth(index, VAL)
+    foreign = {
+        token: replace(boxes, attribute=("towed",) * len(boxes.attribute))
+        for token, boxes in truth.items()
+    }
+    none = {
+        token: replace(boxes, attribute=("",) * len(boxes.attribute))
+        for token, boxes in truth.items()
+    }
+    assert "towed" not in KNOWN_ATTRIBUTES
+    evaluator = NuScenesEvaluator(CLASSES)
+    assert evaluator.evaluate({}, foreign) == evaluator.evaluate({}, none)
+
+
+def test_the_log_holds_flat_numbers(tree: Path, index: Index) -> None:
+    log = score(index, {}, VAL).to_log()
     assert log["NDS"] == 0.0 and log["AP/traffic_cone"] == 0.0
     assert len(log) == 8 + 10
 
 
-def test_the_table_has_a_line_for_each_class(tree: Path) -> None:
+def test_the_table_has_a_line_for_each_class(tree: Path, index: Index) -> None:
     results = val_only(truth_entries(tree, with_points=True))
-    lines = str(NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(results, VAL)).split("\n")
+    lines = str(score(index, results, VAL)).split("\n")
     assert lines[0].startswith("mAP 0.900   NDS 0.")
     assert lines[1].split() == [
         "class",
@@ -376,8 +492,8 @@ def test_the_table_has_a_line_for_each_class(tree: Path) -> None:
     assert lines[12].startswith("5 samples, ")
 
 
-def test_nothing_is_printed(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    NuScenesEvaluator(tree, "v1.0-mini", CLASSES).evaluate(val_only(truth_entries(tree)), VAL)
+def test_nothing_is_printed(tree: Path, index: Index, capfd: pytest.CaptureFixture[str]) -> None:
+    score(index, val_only(truth_entries(tree)), VAL)
     assert capfd.readouterr() == ("", "")
 
 
@@ -392,7 +508,7 @@ REAL = os.environ.get("BEV_NUSCENES_DIR")
         ("real_temporal", {"car": 7, "pedestrian": 32}),
     ],
 )
-def test_real_ground_truth_as_prediction(split: str, want: dict[str, int]) -> None:
+def test_real_ground_truth_as_prediction(split: str, want: dict[str, int], tmp_path: Path) -> None:
     root = Path(REAL or "")
     scenes = json.loads((root / "v1.0-trainval" / "splits.json").read_text())[split]
     names = {
@@ -402,10 +518,28 @@ def test_real_ground_truth_as_prediction(split: str, want: dict[str, int]) -> No
     samples = json.loads((root / "v1.0-trainval/sample.json").read_text())
     tokens = [row["token"] for row in samples if names[row["scene_token"]] in scenes]
     results = truth_entries(root, "v1.0-trainval", with_points=True)
-    scores = NuScenesEvaluator(root, "v1.0-trainval", CLASSES).evaluate(
-        {token: results[token] for token in tokens}, tokens
-    )
+    index = open_index(root, "v1.0-trainval", tmp_path / "cache")
+    scores = score(index, {token: results[token] for token in tokens}, tokens)
     assert {name: count for name, count in scores.truth.items() if count} == want
     assert {name: scores.AP[name] for name in want} == pytest.approx(dict.fromkeys(want, 1.0))
     assert scores.mAP_present == pytest.approx(1.0)
     assert scores.frames == 2
+
+
+@pytest.mark.devkit
+@pytest.mark.skipif(not REAL, reason="BEV_NUSCENES_DIR names no folder of real nuScenes frames")
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_real_frames_score_as_the_devkit_scores_them(split: str, tmp_path: Path) -> None:
+    root = Path(REAL or "")
+    index = open_index(root, "v1.0-trainval", tmp_path / "cache")
+    if split not in index.splits:
+        pytest.skip(f"no real frame is of {split}")
+    tokens = index.split(split)
+    entries = truth_entries(root, "v1.0-trainval")
+    results = disturb({token: entries[token] for token in tokens}, 0)
+    official = official_evaluation(root, "v1.0-trainval", split, results, tmp_path)
+    assert assert_equals_devkit_truth(index, official) > 0
+    want, scores = official.evaluate()[0].serialize(), score(index, results, tokens)
+    assert scores.mAP == pytest.approx(want["mean_ap"], rel=1e-14)
+    assert scores.NDS == pytest.approx(want["nd_score"], rel=1e-14)
+    assert scores.AP == {name: want["mean_dist_aps"][name] for name in CLASSES}

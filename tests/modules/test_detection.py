@@ -16,6 +16,7 @@ from bev_lightning.config.compose import load_config
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
 from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
+from bev_lightning.metrics.nuscenes import NuScenesEvaluator
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.modules.detection import DetectionModule, _portable
 from bev_lightning.modules.optimizer import OptimizerFactory, WarmupSchedule
@@ -200,6 +201,7 @@ def test_a_metric_that_cannot_be_had_stops_every_process(monkeypatch) -> None:
     """The first one says why; the others get its sentence instead of waiting."""
     module = make_module()
     module.evaluator = Mock(evaluate=Mock(side_effect=InputError("no tables")))
+    monkeypatch.setattr(module, "_ground_truth", dict)
     module.trainer = Mock(sanity_checking=False, datamodule=None, global_rank=0)
     with pytest.raises(InputError, match="no tables"):
         module.on_validation_epoch_end()
@@ -215,6 +217,14 @@ def test_a_metric_that_cannot_be_had_stops_every_process(monkeypatch) -> None:
     with pytest.raises(InputError, match="no tables"):
         module.on_validation_epoch_end()
     assert module.evaluator.evaluate.call_count == 1
+
+
+def test_the_metric_needs_a_datamodule_with_ground_truth() -> None:
+    module = make_module()
+    module.evaluator = NuScenesEvaluator(CLASSES)
+    module.trainer = Mock(sanity_checking=False, datamodule=None, global_rank=0)
+    with pytest.raises(InputError, match="the metric needs ground truth: pass the trainer a"):
+        module.on_validation_epoch_end()
 
 
 def test_any_error_of_scoring_can_travel() -> None:

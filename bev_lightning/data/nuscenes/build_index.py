@@ -29,7 +29,6 @@ from bev_lightning.data.nuscenes.json_tables import (
     find_rows,
     fixed_size_lists,
     lookup_error,
-    name_detections,
     read_chunk,
     read_small_tables,
     read_splits,
@@ -113,7 +112,7 @@ def write_index(
     tables = read_small_tables(folder)
     if not tables.scenes:
         raise InputError(f"the tables in {folder} hold no sample: download the metadata again")
-    splits, detections = read_splits(folder, tables.scenes), name_detections(tables.categories)
+    splits = read_splits(folder, tables.scenes)
     chunks = {
         name: {
             parts / f"{name}-{number}.arrow": chunk
@@ -156,7 +155,6 @@ def write_index(
         "has_lenses": bool(tables.lens.any()),
         "channels": tables.channels,
         "categories": tables.categories,
-        "detections": detections,
         "attributes": tables.attributes,
     }
     if stamp_tables(root, version, num_workers, reference) != stamp:

@@ -7,17 +7,19 @@ sample is decoded on access.
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from bev_lightning.classes import CLASS_OF_CATEGORY
 from bev_lightning.data.atomic_files import lock
 from bev_lightning.data.nuscenes.build_index import stamp_tables, write_index
 from bev_lightning.data.nuscenes.json_tables import check_name
 from bev_lightning.data.nuscenes.sample import Annotations, Readings, Sample
-from bev_lightning.data.nuscenes.schema import LIDAR, PARTS, SCHEMA_VERSION
+from bev_lightning.data.nuscenes.schema import LIDAR, PARTS, SCHEMA_VERSION, SEVERAL_ATTRIBUTES
 from bev_lightning.errors import InputError
 
 
@@ -28,20 +30,34 @@ class Index:
         path: the Arrow file.
         root: the data root that the paths are relative to.
         version: folder of the tables, e.g. v1.0-mini.
-        stamp: hash of the sources, see :func:`stamp_tables`.
+        source_stamp: hash of the tables, see :func:`stamp_tables`.
+        stamp: hash of the tables and of ``class_of_category``.
         reference: the channel whose frame is the model's, or ``ego``.
         splits: scene names of each split that has scenes here.
         scenes_without_can_bus: names, in the tables' order.
         has_lenses: whether any image has to be undistorted.
         channels: sensor names; the file stores their numbers.
-        detections: detection class of each category; empty for categories that have none.
+        category_classes: class of each category; empty for categories that have none.
         tokens: sample tokens, scene by scene, forward in time.
         num_batches: record batches of the file; each holds whole scenes.
     """
 
-    def __init__(self, path: Path, root: Path) -> None:
+    def __init__(
+        self, path: Path, root: Path, class_of_category: Mapping[str, str] | None = None
+    ) -> None:
+        """Open an index file.
+
+        Args:
+            path: the Arrow file.
+            root: the data root.
+            class_of_category: class of each category; None: the nuScenes detection classes.
+
+        Raises:
+            InputError: the file has another schema.
+        """
         self.path = path
         self.root = root
+        self.class_of_category = class_of_category and dict(class_of_category)
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         notes = json.loads(reader.schema.metadata[b"bev_lightning"])
         if notes["schema"] != SCHEMA_VERSION:
@@ -49,17 +65,23 @@ class Index:
                 f"the index {path} has schema {notes['schema']} and this program reads "
                 f"{SCHEMA_VERSION}: start again to rebuild it"
             )
-        self.stamp: str = notes["stamp"]
+        self.source_stamp: str = notes["stamp"]
+        self.stamp = self.source_stamp
+        if self.class_of_category is not None:
+            mapping = json.dumps(self.class_of_category, sort_keys=True)
+            self.stamp = hashlib.sha256(f"{self.stamp} {mapping}".encode()).hexdigest()
         self.version: str = notes["version"]
         self.splits = {name: tuple(scenes) for name, scenes in notes["splits"].items()}
         self.scenes_without_can_bus = tuple(notes["scenes_without_can_bus"])
         self.reference: str = notes["reference"]
         self.has_lenses: bool = notes["has_lenses"]
         self.channels = tuple(notes["channels"])
-        self.detections = tuple(notes["detections"])
         self.num_batches: int = reader.num_record_batches
         self._categories: list[str] = notes["categories"]
-        self._attributes: list[str] = [*notes["attributes"], ""]  # -1 is none
+        known = CLASS_OF_CATEGORY if class_of_category is None else class_of_category
+        self.category_classes = tuple(known.get(name, "") for name in self._categories)
+        # The last items are those of the numbers -2 and -1.
+        self._attributes: list[str] = [*notes["attributes"], SEVERAL_ATTRIBUTES, ""]
         self._batches = [reader.get_batch(number) for number in range(self.num_batches)]
         self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
         self._lists: dict[int, dict[str, dict[str, Any]]] = {}
@@ -68,8 +90,8 @@ class Index:
         ]
         self._rows = {token: row for row, token in enumerate(self.tokens)}
 
-    def __reduce__(self) -> tuple[type["Index"], tuple[Path, Path]]:
-        return Index, (self.path, self.root)  # each process maps the file
+    def __reduce__(self) -> tuple[type["Index"], tuple[Any, ...]]:
+        return Index, (self.path, self.root, self.class_of_category)  # each process maps the file
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -160,7 +182,7 @@ class Index:
             token=values["token"],
             instance=values["instance"],
             category=tuple(self._categories[number] for number in category),
-            detection=tuple(self.detections[number] for number in category),
+            class_name=tuple(self.category_classes[number] for number in category),
             attribute=tuple(self._attributes[number] for number in values["attribute"].tolist()),
             centre=values["centre"],
             size=values["size"],
@@ -178,6 +200,7 @@ def open_index(
     cache_dir: Path | str,
     num_workers: int = 0,
     reference: str = LIDAR,
+    class_of_category: Mapping[str, str] | None = None,
 ) -> Index:
     """Open the index of a data root; build it first if it is absent or outdated.
 
@@ -190,6 +213,7 @@ def open_index(
         cache_dir: folder of the index files, outside the root.
         num_workers: processes that read the tables.
         reference: the channel whose frame is the model's, or ``ego``.
+        class_of_category: as of :class:`Index`.
 
     Raises:
         InputError: the root or the version is absent, or the tables are broken.
@@ -202,15 +226,15 @@ def open_index(
         )
     path = index_path(root, version, cache)
     stamp = stamp_tables(root, version, num_workers, reference)
-    index = _open_current(path, root, stamp)
+    index = _open_current(path, root, stamp, class_of_category)
     if index is not None:
         return index
     with lock(path.with_suffix(".lock")) as alone:
         # another process may have built it meanwhile
-        index = _open_current(path, root, stamp)
+        index = _open_current(path, root, stamp, class_of_category)
         if index is None:
             write_index(path, root, version, stamp, num_workers, reference, alone)
-            index = Index(path, root)
+            index = Index(path, root, class_of_category)
     return index
 
 
@@ -237,12 +261,14 @@ def index_path(root: Path, version: str, cache: Path) -> Path:
     return cache / f"{root.name}-{version}-{key}-index.arrow"
 
 
-def _open_current(path: Path, root: Path, stamp: str) -> Index | None:
+def _open_current(
+    path: Path, root: Path, stamp: str, class_of_category: Mapping[str, str] | None
+) -> Index | None:
     try:
-        index = Index(path, root)
+        index = Index(path, root, class_of_category)
     except (OSError, pa.ArrowInvalid, KeyError, TypeError, InputError):
         return None  # absent, not an index, or of another schema
-    return index if index.stamp == stamp else None
+    return index if index.source_stamp == stamp else None
 
 
 def _take(lists: dict[str, Any], row: int) -> dict[str, Any]:

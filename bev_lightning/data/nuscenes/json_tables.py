@@ -391,13 +391,6 @@ def read_splits(folder: Path, scenes: Sequence[Scene]) -> dict[str, tuple[str, .
     return {name: scenes for name, scenes in present.items() if scenes}
 
 
-def name_detections(categories: Sequence[str]) -> list[str]:
-    """The detection class of each category, empty for those that detection leaves out."""
-    from nuscenes.eval.detection.utils import category_to_detection_name  # imports matplotlib
-
-    return [category_to_detection_name(name) or "" for name in categories]
-
-
 def _order_samples(
     folder: Path,
 ) -> tuple[tuple[Scene, ...], tuple[dict[str, Any], ...], dict[str, int]]:
@@ -522,7 +515,7 @@ def _read_boxes(tables: SmallTables, records: _Records) -> pa.RecordBatch:
         )
     attributes = [record["attribute_tokens"] for record in kept]
     try:
-        attribute = [tables.attribute_of_token[a[0]] if a else -1 for a in attributes]
+        attribute = [_attribute_number(tables.attribute_of_token, tokens) for tokens in attributes]
         visibility = [int(record["visibility_token"] or 0) for record in kept]
     except KeyError as error:
         raise lookup_error(table, error.args[0]) from None
@@ -556,6 +549,12 @@ _COLUMN_READERS: dict[str, Callable[[SmallTables, _Records], pa.RecordBatch]] = 
     "sample_data": _read_readings,
     "sample_annotation": _read_boxes,
 }
+
+
+def _attribute_number(numbers: Mapping[str, int], tokens: Sequence[str]) -> int:
+    """Number of a box's attribute; -1 for none and -2 for several, as in the index's schema."""
+    known = [numbers[token] for token in tokens or ()]
+    return -2 if len(known) > 1 else known[0] if known else -1
 
 
 def _lookup_numbers(

@@ -127,7 +127,7 @@ def make_report(index: "Index", classes: Sequence[str], num_workers: int = 0) ->
         num_workers: processes.
     """
     count = partial(
-        _count, index.path, index.root, index.channels, index.detections, tuple(classes)
+        _count, index.path, index.root, index.channels, index.category_classes, tuple(classes)
     )
     counts, numbers = Counts(), range(index.num_batches)
     num_workers = min(num_workers, index.num_batches // _LEAST_BATCHES_PER_PROCESS)
@@ -157,7 +157,7 @@ def _count(
     path: Path,
     root: Path,
     channels: Sequence[str],
-    detections: Sequence[str],
+    category_classes: Sequence[str],
     classes: Sequence[str],
     number: int,
 ) -> Counts:
@@ -165,7 +165,7 @@ def _count(
     batch = read_part(path)[number]
     counts = Counts(num_samples=batch.num_rows)
     counts.num_scenes = len(batch.column("scene_token").unique())
-    names = np.array([name if name in classes else "" for name in detections], object)
+    names = np.array([name if name in classes else "" for name in category_classes], object)
     class_of_box = names[_values(batch, "annotations.category")]
     ours = (class_of_box != "").astype(bool)
     counts.boxes = {name: int((class_of_box == name).sum()) for name in {*names.tolist(), ""}}

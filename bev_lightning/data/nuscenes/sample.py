@@ -61,8 +61,8 @@ class Annotations:
     Attributes:
         token, instance: M tokens each.
         category: M category names, e.g. vehicle.car.
-        detection: M detection classes, e.g. car; empty for categories that detection leaves out.
-        attribute: M attribute names, empty where there is none.
+        class_name: M classes, e.g. car; empty for categories that have none.
+        attribute: M attribute names, empty for none, ``SEVERAL_ATTRIBUTES`` for more than one.
         centre: ``(M, 3)`` float64 [m].
         size: ``(M, 3)`` float64 length, width, height [m].
         rotation: ``(M, 4)`` float64 quaternion w, x, y, z.
@@ -74,7 +74,7 @@ class Annotations:
     token: tuple[str, ...]
     instance: tuple[str, ...]
     category: tuple[str, ...]
-    detection: tuple[str, ...]
+    class_name: tuple[str, ...]
     attribute: tuple[str, ...]
     centre: np.ndarray
     size: np.ndarray
@@ -225,7 +225,7 @@ def boxes_of(
         classes: names in the order of the labels.
     """
     label = np.array(
-        [classes.index(name) if name in classes else -1 for name in annotations.detection],
+        [classes.index(name) if name in classes else -1 for name in annotations.class_name],
         dtype=np.int64,
     )
     label[annotations.num_lidar_pts + annotations.num_radar_pts < min_points] = -1

@@ -4,10 +4,11 @@ import pyarrow as pa
 
 from bev_lightning.data.distortion import MAX_COEFFICIENTS
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 LIDAR = "LIDAR_TOP"
 EGO = "ego"  # instead of a channel: the vehicle frame
 MAX_SWEEPS = 10
+SEVERAL_ATTRIBUTES = "several"  # the attribute of a box that has more than one
 
 _REAL, _TEXT = pa.float64(), pa.string()
 _POSE = pa.list_(_REAL, 7)
@@ -44,7 +45,8 @@ PARTS = {
 }
 """List columns of a sample, with an item for each reading, each calibration that its readings use
 (``readings.calibration`` indexes these) and each box. Channels, categories and attributes are
-indices into the names in the metadata, lenses into ``distortion.CAMERA_MODELS``."""
+indices into the names in the metadata (attributes: -1 for none, -2 for several),
+lenses into ``distortion.CAMERA_MODELS``."""
 SCHEMA = pa.schema(
     [
         *((name, _TEXT) for name in ("token", "scene_token", "scene_name", "previous", "next")),

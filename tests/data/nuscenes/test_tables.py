@@ -30,6 +30,8 @@ def read(root: Path) -> list:
 
 def assert_equals_devkit(index: Index, devkit: Any) -> int:
     """Every reading, pose, calibration, box and velocity; returns how many boxes there were."""
+    from nuscenes.eval.detection.utils import category_to_detection_name
+
     num_boxes = 0
     assert set(index.tokens) == {record["token"] for record in devkit.sample}
     for token in index.tokens:
@@ -78,6 +80,8 @@ def assert_equals_devkit(index: Index, devkit: Any) -> int:
             )
             attributes = [devkit.get("attribute", t)["name"] for t in fields["attribute_tokens"]]
             assert boxes.attribute[box] == (attributes or [""])[0]
+            name = category_to_detection_name(theirs.name) or ""
+            assert boxes.class_name[box] == name
             for name in ("num_lidar_pts", "num_radar_pts"):
                 assert getattr(boxes, name)[box] == fields[name]
             assert str(boxes.visibility[box]) == fields["visibility_token"]

@@ -329,7 +329,7 @@ def test_real_boxes_stand_in_the_images_their_devkit_puts_them_in(tmp_path: Path
     worst = 0.0
     for position, token in enumerate(frames.tokens):
         frame = frames.frame(0, position)
-        known = [i for i, name in enumerate(index.sample(token).annotations.detection) if name]
+        known = [i for i, name in enumerate(index.sample(token).annotations.class_name) if name]
         pixels, depth = project(
             frame.image_from_lidar[0].double(), frame.batch.targets.centre[0].double()
         )

@@ -331,6 +331,20 @@ def test_an_absent_class_and_an_empty_database(index, database) -> None:
     assert gt_sampler.sample(0, 0, Boxes3D.empty(0), np.eye(4)) is None
 
 
+def test_objects_of_own_classes_are_stored_and_pasted(index, make_tree) -> None:
+    """One class of cars and pedestrians holds the objects of both."""
+    mapping = {"vehicle.car": "mover", "human.pedestrian.adult": "mover"}
+    own = open_index(index.root, VERSION, index.path.parent, class_of_category=mapping)
+    standard = build_ground_truth(index, "mini_train", LIDAR)
+    counts = standard.counts(("car", "pedestrian"), 1)
+    database = build_ground_truth(own, "mini_train", LIDAR, ("mover",))
+    assert database.path == standard.path and database.stamp != standard.stamp
+    assert database.counts(("mover", "car"), 1) == {"mover": sum(counts.values()), "car": 0}
+    assert sum(counts.values()) > 0
+    boxes = database.boxes(database.rows("mover", 1), ("box", "mover"))
+    assert set(boxes.label.tolist()) == {1}
+
+
 def test_both_loaders_paste_the_same(index, database) -> None:
     pytest.importorskip("nvidia.dali")
     from bev_lightning.data.loaders.dali import DaliLoader
