@@ -358,7 +358,7 @@ class DetectionModule(L.LightningModule):
 
     def _ground_truth(self) -> dict[str, GroundTruth]:
         """Annotated boxes of the evaluated samples."""
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "ground_truth"):
             raise InputError(
                 "the metric needs ground truth: pass the trainer a datamodule with a method "

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,14 @@ class GroundTruth:
             in them are not evaluated.
     """
 
-    ego_position: np.ndarray
+    ego_position: NDArray[np.float64]
     class_name: tuple[str, ...]
     attribute: tuple[str, ...]
-    centre: np.ndarray
-    size: np.ndarray
-    rotation: np.ndarray
-    velocity: np.ndarray
-    num_points: np.ndarray
-    rack_centre: np.ndarray
-    rack_size: np.ndarray
-    rack_rotation: np.ndarray
+    centre: NDArray[np.float64]
+    size: NDArray[np.float64]
+    rotation: NDArray[np.float64]
+    velocity: NDArray[np.float64]
+    num_points: NDArray[np.int64]
+    rack_centre: NDArray[np.float64]
+    rack_size: NDArray[np.float64]
+    rack_rotation: NDArray[np.float64]
