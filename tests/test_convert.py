@@ -159,7 +159,7 @@ def test_a_missing_weight_is_refused_and_named(
         (["source=nowhere.pth"], "source=nowhere.pth does not exist"),
         (["source=FILE", "to=theirs"], "to=theirs is unknown; use to=ours or official"),
         (["source=FILE", "names=mmdet"], "names=mmdet is unknown"),
-        (["source=FILE"], "bear no published names"),
+        (["source=FILE"], "in no published format"),
     ],
 )
 def test_refusals(run: Convert, tmp_path: Path, words: list[str], sentence: str) -> None:

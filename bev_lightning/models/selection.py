@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bev_lightning.ops.nms import circle_nms, rotated_nms
+from bev_lightning.ops.nms import circle_nms
 from bev_lightning.structures import Boxes3D
 
 
@@ -19,15 +19,12 @@ class BoxSelection:
         circle_radius_m: those of ``circle_classes`` with no better one of the same class within
             this distance.
         circle_classes: indices; None takes every class.
-        most_overlap: those that no better one of the same class overlaps by more than this
-            intersection over union, seen from above.
     """
 
     score_threshold: float | None = None
     range_m: Sequence[float] | None = None
     circle_radius_m: float | None = None
     circle_classes: Sequence[int] | None = None
-    most_overlap: float | None = None
 
     def __call__(self, boxes: Boxes3D) -> Boxes3D:
         """The same boxes ``(B, M)``, those not chosen marked invalid."""
@@ -44,8 +41,4 @@ class BoxSelection:
                 chosen = torch.tensor(tuple(self.circle_classes), device=score.device)
                 radius = radius * torch.isin(boxes.label, chosen)
             valid = circle_nms(boxes.centre[..., :2], score, radius, boxes.label, valid)
-        if self.most_overlap is not None:
-            footprint = torch.cat([boxes.centre[..., :2], boxes.size[..., :2]], dim=-1)
-            footprint = torch.cat([footprint, boxes.yaw.unsqueeze(-1)], dim=-1)
-            valid = rotated_nms(footprint, score, self.most_overlap, boxes.label, valid)
         return replace(boxes, valid=valid)

@@ -29,7 +29,6 @@ def test_operators_beside_their_references(tmp_path: Path) -> None:
         "rulebook",
         "sparse convolution",
         "circle_nms",
-        "rotated_nms",
         "BEV pooling",
         "deformable attention",
         "attention with dropout",

@@ -219,8 +219,6 @@ def some_boxes() -> Boxes3D:
         (BoxSelection(circle_radius_m=0.5), [True, False, True, True]),
         (BoxSelection(circle_radius_m=5.0), [True, False, True, True]),  # other classes stay
         (BoxSelection(circle_radius_m=5.0, circle_classes=(0, 1)), [True, True, True, True]),
-        (BoxSelection(most_overlap=0.5), [True, False, True, True]),  # 1.5 / 2.5 of 4 m x 2 m boxes
-        (BoxSelection(most_overlap=0.65), [True, True, True, True]),
         (BoxSelection(score_threshold=0.4, circle_radius_m=5.0), [True, False, False, False]),
     ],
 )
