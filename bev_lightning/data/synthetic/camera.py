@@ -1,4 +1,4 @@
-"""The cameras of the synthetic rig: one ray a pixel, the nearest part paints it."""
+"""Ray-cast images of the synthetic cameras: one ray a pixel, coloured by the nearest part."""
 
 import functools
 import math
@@ -21,8 +21,8 @@ _GROUND_COLOUR = np.array(  # of GRASS .. LOT
 
 
 @numba.njit(cache=True, inline="always")
-def _grain(x: int, y: int, seed: int) -> float:
-    """A fixed pseudo-random number in -1..1 for a cell: texture without a table."""
+def _noise(x: int, y: int, seed: int) -> float:
+    """Hash noise in -1..1 of a cell, for texture."""
     h = (x * 73856093) ^ (y * 19349663) ^ (seed * 83492791)
     h = ((h ^ (h >> 13)) * 1274126177) & 0x7FFFFFFF
     return ((h ^ (h >> 16)) & 0xFFFF) / 32767.5 - 1.0
@@ -40,10 +40,9 @@ def _footprint(
     height: int,
     width: int,
 ) -> tuple[int, int, int, int]:
-    """The pixels that may show a hull: first and last column, first and last row (last < first:
-    none).
+    """Bounding pixels of a hull: first and last column, first and last row (last < first: none).
 
-    Edges are cut at a plane just before the camera, so that what stands beside it stays small.
+    Edges are clipped at a plane just before the camera, so that an object beside it stays small.
     """
     front = 0.1
     for k in range(8):
@@ -94,7 +93,7 @@ def _render(
     pose: Array,
     rays: Array,
     intrinsic: Array,
-    straight: bool,
+    is_pinhole: bool,
     poses: Array,
     hulls: Array,
     parts: Array,
@@ -107,9 +106,11 @@ def _render(
     haze: float,
     sky: Array,
 ) -> None:
-    """Fill an image ``(H, W, 3)`` and the object that owns each pixel; add to ``totals`` ``(O,)``
-    the pixels that an object would cover if nothing stood before it. Each pixel's ray is in the
-    camera's frame; NaN leaves it black."""
+    """Fill an image ``(H, W, 3)`` and the object seen at each pixel, ``owner`` ``(H, W)``; add to
+    ``totals`` ``(O,)`` the pixels that each object would cover without occlusion.
+
+    The rays of the pixels are in the camera's frame; where they are NaN, the pixel is black.
+    """
     height, width = owner.shape
     origin = pose[:3, 3]
     depth = np.full((height, width), 1e9)
@@ -131,7 +132,7 @@ def _render(
                 kind = ground_at(ground, corner, wx, wy)
                 # Coarser grain far away, where single cells would only flicker.
                 cell = 0.2 if t < 15 else 0.8 if t < 40 else 3.2
-                grain = _grain(int(math.floor(wx / cell)), int(math.floor(wy / cell)), kind)
+                grain = _noise(int(math.floor(wx / cell)), int(math.floor(wy / cell)), kind)
                 light = (
                     exposure * (0.82 + 0.2 * sun[2]) * (1.0 + (0.13 if kind == 0 else 0.05) * grain)
                 )
@@ -153,7 +154,7 @@ def _render(
         dx, dy = origin[0] - poses[n, 0], origin[1] - poses[n, 1]
         o[0], o[1], o[2] = dx * c + dy * s, -dx * s + dy * c, origin[2]
         u0, u1, v0, v1 = 0, width - 1, 0, height - 1
-        if straight:
+        if is_pinhole:
             u0, u1, v0, v1 = _footprint(corners, hulls[n], o, c, s, pose, intrinsic, height, width)
         for v in range(v0, v1 + 1):
             for u in range(u0, u1 + 1):
@@ -209,7 +210,7 @@ def _render(
                 light = exposure * (0.62 + 0.45 * max(0.0, facing))
                 if glow:
                     light = max(light, 0.95)
-                light *= 1.0 + 0.04 * _grain(int(lx * 9), int(ly * 9) + 31 * int(lz * 9), n)
+                light *= 1.0 + 0.04 * _noise(int(lx * 9), int(ly * 9) + 31 * int(lz * 9), n)
                 mist = 1.0 - math.exp(-best * haze)
                 for i in range(3):
                     value = colour[i] * light * (1 - mist) + sky[0, i] * exposure * mist
@@ -219,7 +220,7 @@ def _render(
 def render_camera(
     scene: Scene, pose: Array, mount: Mount, time_s: float
 ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int64]]:
-    """One picture.
+    """Render one image.
 
     Args:
         pose: ``global_from_camera`` ``(4, 4)`` at ``time_s``.
@@ -227,7 +228,7 @@ def render_camera(
 
     Returns:
         RGB ``(H, W, 3)``; the object seen at each pixel ``(H, W)``, -1 for none; and the number of
-        pixels ``(O,)`` that each object would cover if nothing stood before it.
+        pixels ``(O,)`` that each object would cover without occlusion.
     """
     assert mount.intrinsic is not None
     image = np.empty((*mount.image_size, 3), np.uint8)
@@ -258,7 +259,7 @@ def render_camera(
 
 
 def _find_rays(mount: Mount) -> Array:
-    """``(H, W, 3)`` in the camera's frame; z is 1 but for a fisheye."""
+    """Ray of each pixel ``(H, W, 3)`` in the camera's frame, as :meth:`CameraModel.unproject`."""
     if mount.camera_model is not None:
         return _unproject_all(mount.camera_model, mount.image_size)
     assert mount.intrinsic is not None
@@ -271,7 +272,7 @@ def _find_rays(mount: Mount) -> Array:
 
 @functools.lru_cache(maxsize=16)
 def _unproject_all(camera_model: "CameraModel", image_size: tuple[int, int]) -> Array:
-    import torch  # late: pinholes do without
+    import torch  # late: pinhole rigs need no torch
 
     v, u = (torch.arange(length, dtype=torch.float64) for length in image_size)
     pixels = torch.stack(torch.meshgrid(u, v, indexing="xy"), dim=-1)

@@ -1,7 +1,7 @@
-"""A synthetic nuScenes on disk, which the devkit, the index and the evaluator take for a real one.
+"""Generates a synthetic data set in nuScenes format.
 
-Nothing in it is looked up by the rest of the package: what reads nuScenes reads this. Scenes bear
-names of the official splits, so that the official evaluator scores them.
+The devkit, the index and the evaluator read it like nuScenes. Scenes have names of the official
+splits, so that the official evaluator scores them.
 """
 
 import contextlib
@@ -32,24 +32,24 @@ from bev_lightning.progress import Progress
 log = logging.getLogger(__name__)
 
 MARKER = "synthetic.json"
-FORMAT = 1  # raise it when the generator makes other data of the same spec: old trees are made anew
+FORMAT = 1  # increment it when the same spec gives other data: existing data is then regenerated
 _MASK_CELL_M = 0.1
 
 
 @dataclass(frozen=True)
 class SyntheticSpec:
-    """What to make.
+    """Size, seed and sensors of a synthetic data set.
 
     Attributes:
-        version: ``v1.0-trainval`` or ``v1.0-mini``: name of the table folder and of the splits.
-        num_train_scenes, num_val_scenes: the first so many scenes of the official splits.
+        version: ``v1.0-trainval`` or ``v1.0-mini``: the table folder and the splits.
+        num_train_scenes, num_val_scenes: number of scenes, the first ones of the official splits.
         frames_per_scene: key frames, 0.5 s apart.
-        seed: everything follows from it; a scene does not depend on how many others there are.
-        image_size: height, width of the pictures [px].
-        num_beams, num_azimuths: of the lidar, from -25 to +5 degrees and around.
+        seed: of all random numbers; a scene does not depend on the number of other scenes.
+        image_size: height, width of the images [pixels].
+        num_beams, num_azimuths: of the lidar, from -25 to +5 degrees and per turn.
         sweeps_per_frame: lidar and radar sweeps between two key frames, and before the first.
-        objects_per_scene: annotated objects, shared out over the ten classes.
-        rig: ``nuscenes``, or ``fisheye``: eight cameras of three lenses and two sizes.
+        objects_per_scene: annotated objects of all ten classes.
+        rig: ``nuscenes``, or ``fisheye``: eight cameras of three models and two sizes.
 
     Raises:
         InputError: a field is out of its range.
@@ -70,13 +70,13 @@ class SyntheticSpec:
     def __post_init__(self) -> None:
         if self.version not in ("v1.0-trainval", "v1.0-mini"):
             raise InputError(
-                f"synthetic data has no version {self.version!r}: use v1.0-trainval or v1.0-mini"
+                f"data.synthetic.version={self.version} is unknown: use v1.0-trainval or v1.0-mini"
             )
         if self.rig not in CAMERAS:
             raise InputError(
-                f"synthetic data has no rig {self.rig!r}: use one of {', '.join(CAMERAS)}"
+                f"data.synthetic.rig={self.rig} is unknown: use {' or '.join(CAMERAS)}"
             )
-        height, width = self.image_size  # a list from a config becomes the tuple it stands for
+        height, width = self.image_size  # a list when it comes from a config
         object.__setattr__(self, "image_size", (int(height), int(width)))
         train, val = official_scenes(self.version)
         ranges = {
@@ -93,11 +93,14 @@ class SyntheticSpec:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InputError(
-                    f"{name}={value} of the synthetic data ({self.version}) is out of range: "
-                    f"choose {low} to {high}"
+                    f"data.synthetic.{name}={value} is out of range: choose {low} to {high} for "
+                    f"{self.version}"
                 )
         if self.num_train_scenes + self.num_val_scenes == 0 or min(self.image_size) < 8:
-            raise InputError("synthetic data needs a scene, and pictures of 8 pixels or more")
+            raise InputError(
+                f"data.synthetic has {len(self.scenes)} scenes and image_size="
+                f"{list(self.image_size)}: choose at least one scene and 8 pixels"
+            )
 
     @property
     def scenes(self) -> tuple[str, ...]:
@@ -107,72 +110,71 @@ class SyntheticSpec:
 
 
 def generate(root: Path, spec: SyntheticSpec, num_workers: int = 0) -> None:
-    """Make the data set at ``root``, or return at once where it stands already.
+    """Generate the data set at ``root``, unless it exists.
 
-    It is made beside ``root`` and moved there when it is whole, so a run that is killed leaves
-    nothing that could be taken for one. Processes that ask for the same data set wait for the
-    first.
+    It is written beside ``root`` and moved there when it is complete, so a killed run leaves no
+    partial data set. Concurrent calls for the same root wait for the first one.
 
     Args:
-        root: folder of the data set. One made of another spec is made anew (a warning says so).
-        spec: what to make.
-        num_workers: processes; 0 for all cores. The bytes do not depend on it.
+        root: folder of the data set. One of another spec is regenerated, with a warning.
+        spec: size, seed and sensors.
+        num_workers: processes; 0 for all cores. The result does not depend on it.
 
     Raises:
-        InputError: ``root`` holds something that this function did not make.
+        InputError: ``root`` holds files that this function did not write.
     """
     root = Path(root).expanduser().resolve()
-    if _stands(root, spec):
+    if _is_current(root, spec):
         return
     root.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(root.parent / f".{root.name}.lock"):
-        if _stands(root, spec):  # another process made it while this one waited
+    with _exclusive(root.parent / f".{root.name}.lock"):
+        if _is_current(root, spec):  # another process generated it meanwhile
             return
         if root.exists() and any(root.iterdir()):
-            log.warning("%s holds synthetic data of another spec: it is made anew", root)
-        # Under the lock, whatever has such a name was left by a run that was killed.
-        for stale in root.parent.glob(f".{root.name}.making*"):
+            log.warning("%s holds synthetic data of another spec: regenerating it", root)
+        # Under the lock, a folder of this name is left from a killed run.
+        for stale in root.parent.glob(f".{root.name}.partial*"):
             shutil.rmtree(stale)
-        making = root.parent / f".{root.name}.making"
-        make_folders(making, spec.rig)
-        _write_tree(making, spec, num_workers)
-        (making / MARKER).write_text(json.dumps(_marker(spec), indent=1))
+        partial = root.parent / f".{root.name}.partial"
+        make_folders(partial, spec.rig)
+        _write_tree(partial, spec, num_workers)
+        (partial / MARKER).write_text(json.dumps(_marker(spec), indent=1))
         if root.exists():
-            old = root.parent / f".{root.name}.making-old"
+            old = root.parent / f".{root.name}.partial-old"
             os.replace(root, old)
-            os.replace(making, root)
+            os.replace(partial, root)
             shutil.rmtree(old)
         else:
-            os.replace(making, root)
+            os.replace(partial, root)
 
 
 def _marker(spec: SyntheticSpec) -> dict[str, object]:
     return {"format": FORMAT, "spec": {**asdict(spec), "image_size": list(spec.image_size)}}
 
 
-def _stands(root: Path, spec: SyntheticSpec) -> bool:
-    """Whether ``root`` is the data set asked for. Raises InputError where it is nothing of ours."""
+def _is_current(root: Path, spec: SyntheticSpec) -> bool:
+    """Whether ``root`` is the data set of a spec. Raises InputError where it holds other files."""
     if not root.exists():
         return False
     if not root.is_dir() or not (root / MARKER).is_file():
         if root.is_dir() and not any(root.iterdir()):
             return False
         raise InputError(
-            f"{root} was not made by the synthetic generator (it has no {MARKER}), so it is kept: "
-            "choose another paths.data, or data=nuscenes for real data"
+            f"{root} is not synthetic data (it has no {MARKER}) and is not overwritten: choose "
+            "another paths.data, or data=nuscenes for real data"
         )
     try:
         found = json.loads((root / MARKER).read_text())
     except ValueError:
         return False
-    # Trees that were made before there were rigs have the first one.
+    # Data sets from before there were other rigs have the first one.
     found.setdefault("spec", {}).setdefault("rig", "nuscenes")
     return bool(found == _marker(spec))
 
 
 @contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends."""
+def _exclusive(path: Path) -> Iterator[None]:
+    """Hold a file lock, which is released even when the process is killed."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -221,7 +223,7 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
 
 
 def _write_mask(path: Path, roads: list[tuple[Array, Array]]) -> None:
-    """The map: 255 where any scene's road is; 0.1 m a pixel, the origin at the bottom left."""
+    """Write the map mask: 255 on the roads of all scenes; 0.1 m a pixel, origin at bottom left."""
     extent = max(float(edge.max()) for road in roads for edge in road) + 10.0
     side = int(extent / _MASK_CELL_M)
     image = Image.new("L", (side, side), 0)

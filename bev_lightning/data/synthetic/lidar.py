@@ -1,4 +1,4 @@
-"""The lidar of the synthetic rig."""
+"""Ray-cast point clouds of the synthetic lidar."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,15 @@ def scan_lidar(
     num_azimuths: int,
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """One turn of the lidar, taken at one instant.
+    """Scan one turn of the lidar, without motion during the turn.
 
     Args:
         pose: ``global_from_lidar`` ``(4, 4)`` at ``time_s``.
         num_beams: from -25 to +5 degrees. num_azimuths: columns a turn.
 
     Returns:
-        points ``(P, 5)`` x, y, z [m] in the lidar frame, intensity 0..255, ring; and which object
-        each one is from (-1 for ground).
+        points ``(P, 5)`` x, y, z [m] in the lidar frame, intensity 0..255, ring; and the object
+        that each one is on (-1 for ground).
     """
     elevations = np.deg2rad(np.linspace(-25.0, 5.0, num_beams))
     step = 2 * np.pi / num_azimuths
@@ -49,7 +49,7 @@ def scan_lidar(
     )
     shape = distance.shape
     draw = rng.random(shape)
-    # A weak echo from afar falls below the threshold, whatever it comes from.
+    # Weak distant echoes fall below the detection threshold.
     faint = np.clip(0.5 * (distance / 75.0) ** 2 * (1 - echo / 60.0), 0.02, 0.9)
     seen = (hit > -2) & (draw > lost) & (rng.random(shape) > faint)
     distance = distance + rng.normal(0, _RANGE_NOISE_M, shape)

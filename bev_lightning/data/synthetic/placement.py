@@ -1,4 +1,4 @@
-"""Draws a scene: the road and the drive, then each object where it never meets an earlier one."""
+"""Builds random scenes: the road and the ego's trajectory, then objects without collisions."""
 
 from dataclasses import dataclass, field
 
@@ -35,12 +35,12 @@ _ROAD_M = (-7.8, 11.4)  # its edges
 def tracks_overlap(
     track: Array, half: Array, others: Array, halves: Array, num: int, gap: float
 ) -> bool:
-    """Whether a rectangle meets one of ``num`` others at any time (separating axes).
+    """Whether a moving rectangle overlaps one of ``num`` others at any time (separating axes).
 
     Args:
         track: ``(K, 3)`` x, y, yaw. half: ``(2,)`` half length and width [m].
         others: ``(N, K, 3)``. halves: ``(N, 2)``.
-        gap: how far apart they have to stay [m].
+        gap: smallest distance to keep [m].
     """
     for n in range(num):
         reach = np.hypot(half[0], half[1]) + np.hypot(halves[n, 0], halves[n, 1]) + gap
@@ -65,18 +65,21 @@ def tracks_overlap(
 
 
 def build_scene(rng: np.random.Generator, num_frames: int, num_objects: int) -> Scene:
-    """Draw a scene of ``num_frames`` key frames, 0.5 s apart, with about ``num_objects`` annotated
-    objects (one that finds no free place is left out)."""
+    """Build a random scene of ``num_frames`` key frames, 0.5 s apart.
+
+    It has about ``num_objects`` annotated objects: one for which no free space is found is left
+    out.
+    """
     last_s = (num_frames - 1) * 0.5
     num_steps = int(round((last_s + 2 * LEAD_IN_S) / STEP_S)) + 1
     times = -LEAD_IN_S + STEP_S * np.arange(num_steps)
-    road, ego_arc = _drive(rng, times)
-    builder = _Builder(rng, times, road, ego_arc)
+    road, ego_arc = _trajectory(rng, times)
+    builder = _SceneBuilder(rng, times, road, ego_arc)
     shares = np.array([kind.share for kind in KINDS])
     exact = shares / shares.sum() * num_objects
     counts = np.floor(exact).astype(int)
     counts[np.argsort(counts - exact, kind="stable")[: num_objects - counts.sum()]] += 1
-    # The long ones first, while there is room.
+    # The long ones first, while there is free space.
     for index in np.argsort([-max(kind.size) for kind in KINDS], kind="stable"):
         builder.add_class(KINDS[index], int(counts[index]))
     for kind in BYSTANDERS:
@@ -87,7 +90,7 @@ def build_scene(rng: np.random.Generator, num_frames: int, num_objects: int) -> 
     return builder.finish()
 
 
-def _drive(rng: np.random.Generator, times: Array) -> tuple[Road, Array]:
+def _trajectory(rng: np.random.Generator, times: Array) -> tuple[Road, Array]:
     """The road, and the ego's arc length ``(K,)`` over time."""
     style = rng.choice(3, p=[0.35, 0.35, 0.3])  # straight on, a bend, a turn at a junction
     radius = (np.inf, rng.uniform(50, 140), rng.uniform(17, 28))[style]
@@ -109,8 +112,8 @@ def _drive(rng: np.random.Generator, times: Array) -> tuple[Road, Array]:
 
 
 @dataclass
-class _Builder:
-    """Places objects one after the other, each where it never meets an earlier one."""
+class _SceneBuilder:
+    """Adds objects one after the other, each where it never collides with an earlier one."""
 
     rng: np.random.Generator
     times: Array
@@ -125,7 +128,7 @@ class _Builder:
     parts: list[Array] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ego = self.road.place(self.ego_arc, 0.0)
+        self.ego = self.road.poses_at(self.ego_arc, 0.0)
         # The ego's origin is its rear axle; its body reaches further ahead than back.
         heading = np.stack([np.cos(self.ego[:, 2]), np.sin(self.ego[:, 2])], axis=1)
         self.body = np.concatenate([self.ego[:, :2] + 1.25 * heading, self.ego[:, 2:]], axis=1)
@@ -155,7 +158,7 @@ class _Builder:
             size *= (0.75, 0.75, 0.7)
         cycle = kind.name in ("bicycle", "motorcycle")
         rider = moving or not cycle
-        if not rider:  # the rest of a cycle is this much lower
+        if not rider:  # a cycle without its rider is lower
             size[2] *= max(part.box[5] for part in kind.parts if not part.rider)
         half = size[:2] / 2
         if self._occupied(track, half):
@@ -170,7 +173,7 @@ class _Builder:
         return 1
 
     def add_building(self) -> None:
-        """A house beyond every class range, so that it hides nothing that counts."""
+        """A building beyond every class range, so that it occludes no evaluated object."""
         for _ in range(20):
             track = self.plot(BUILDING, 0.0, 100.0)
             if track is not None and self.road.clearance(track[0, :2]) > 66:
@@ -197,19 +200,19 @@ class _Builder:
             else str(self.rng.choice(["vehicle.parked", "vehicle.stopped"], p=[0.75, 0.25]))
         )
 
-    # -- where and how: each returns a track (K, 3), or None where the draw makes no sense
+    # -- random tracks (K, 3); None where the draw is invalid
 
     def _still(self, pose: Array) -> Array:
         return np.tile(pose, (len(self.times), 1))
 
     def _near(self, reach: float) -> tuple[int, Array]:
-        """A moment, and a point seen from the ego then; uniform in distance up to the reach."""
+        """A time step and a point around the ego then, uniform in distance up to the reach."""
         moment = int(self.rng.integers(len(self.times)))
         distance, angle = self.rng.uniform(4, 1.05 * reach), self.rng.uniform(-np.pi, np.pi)
         return moment, self.ego[moment, :2] + distance * np.array([np.cos(angle), np.sin(angle)])
 
     def plot(self, kind: Kind, length: float, reach: float) -> Array | None:
-        """Standing beside the road at any heading."""
+        """A still object beside the road at any heading."""
         _, xy = self._near(reach)
         if self.road.clearance(xy) < 12.5 + length / 2:
             return None
@@ -218,7 +221,7 @@ class _Builder:
     def _along(self, kind: Kind, offset: float) -> Array:
         moment = int(self.rng.integers(len(self.times)))
         arc = self.ego_arc[moment] + self.rng.uniform(-kind.reach_m, kind.reach_m)
-        return self.road.place(np.array(arc), offset)
+        return self.road.poses_at(np.array(arc), offset)
 
     def _standing(self, kind: Kind) -> Array | None:
         rng = self.rng
@@ -245,12 +248,12 @@ class _Builder:
             offset, direction = _LANES[rng.integers(3)]
         elif kind.name not in ("pedestrian", "bicycle") and way < 0.62:  # in the ego's own lane
             gap = rng.uniform(10, 0.9 * kind.reach_m) * rng.choice([-1, 1], p=[0.35, 0.65])
-            return self.road.place(self.ego_arc + gap, rng.normal(0, 0.2))
+            return self.road.poses_at(self.ego_arc + gap, rng.normal(0, 0.2))
         else:
             return self._free(kind, speed)
         moment = int(rng.integers(len(times)))
         start = self.ego_arc[moment] + rng.uniform(-1.05, 1.05) * kind.reach_m
-        track = self.road.place(start + direction * speed * (times - times[moment]), offset)
+        track = self.road.poses_at(start + direction * speed * (times - times[moment]), offset)
         track[:, 2] += np.pi if direction < 0 else 0.0
         return track
 
@@ -265,7 +268,7 @@ class _Builder:
         return np.concatenate([path - path[moment] + xy, yaw[:, None]], axis=1)
 
     def _add_row(self, kind: Kind, count: int) -> int:
-        """Cones and barriers as road works set them: a row along the road or across a plot."""
+        """Cones and barriers as at road works: a row along the road or across a plot."""
         rng = self.rng
         barrier = kind.name == "barrier"
         if rng.random() < 0.55:

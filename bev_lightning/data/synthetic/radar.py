@@ -1,6 +1,6 @@
-"""Five automotive radars: a level fan of rays finds what reflects, Doppler gives its radial speed.
+"""Radar returns of the synthetic rig: a horizontal fan of rays, with radial (Doppler) velocity.
 
-The files are as in nuScenes: an ASCII PCD header, then a packed record of 18 fields a return.
+The files are those of nuScenes: an ASCII PCD header, then a packed record of 18 fields a return.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ _MOVING, _STATIONARY, _ONCOMING, _CANDIDATE, _CROSSING = 0, 1, 2, 3, 6
 def scan_radar(
     scene: Scene, ego_from_radar: Array, time_s: float, rng: np.random.Generator
 ) -> NDArray[np.void]:
-    """One cycle of a radar.
+    """Simulate one cycle of a radar.
 
     Args:
         ego_from_radar: ``(4, 4)``.
@@ -73,7 +73,7 @@ def scan_radar(
     )
     distance, hit = distance[:, 0], hit[:, 0]
     angles = -_HALF_FAN + _FAN_STEP * np.arange(num)
-    # A target gives a handful of returns, however many rays of the fan meet it.
+    # The number of returns of a target does not depend on the number of rays that hit it.
     wanted = np.array([kind.returns for kind in scene.kinds])
     rays_on = np.bincount(hit[hit >= 0], minlength=len(wanted))
     met = np.maximum(hit, 0)
@@ -103,7 +103,7 @@ def _measure(
     turn = np.array([[np.cos(heading), -np.sin(heading)], [np.sin(heading), np.cos(heading)]])
     ray_global = ray @ turn.T
     point = pose[:2, 3] + distance[:, None] * ray_global
-    # Velocity of the surface that was met: that of the centre plus the turning.
+    # Velocity of the surface point: that of the centre plus the rotation.
     poses, motion = scene.object_poses(time_s), scene.object_motion(time_s)
     lever = point - poses[target, :2]
     spin = motion[target, 2:3] * np.stack([-lever[:, 1], lever[:, 0]], axis=1)
@@ -146,10 +146,10 @@ def _measure(
 
 
 def pack_returns(points: NDArray[np.void]) -> bytes:
-    """The bytes of a nuScenes radar file.
+    """Pack returns into the bytes of a nuScenes radar file.
 
-    A file without returns holds one NaN record, as the format has it; one byte more than the
-    records ends the file because the devkit's reader insists on it.
+    A file without returns holds one NaN record, as in nuScenes; one extra byte ends the file
+    because the devkit's reader requires it.
     """
     if len(points) == 0:
         points = np.zeros(1, RETURN)

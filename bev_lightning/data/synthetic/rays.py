@@ -1,4 +1,4 @@
-"""Ray casting: the lidar, the radars and the cameras look at the same parts through these kernels.
+"""Ray-casting kernels that the lidar, the radars and the cameras share.
 
 A ray meets an object in the object's own frame, where each part is an axis-aligned box; the ground
 is the plane z = 0. Kernels are plain loops compiled by numba, without fast-math, so that a seed

@@ -1,4 +1,4 @@
-"""One synthetic scene as the sensors see it: the road, the ego's drive, and objects that move.
+"""A synthetic scene: the road, the ego's trajectory, and moving objects.
 
 All in the global frame (x, y, z up, flat ground at z = 0) and in seconds since the first key frame.
 """
@@ -12,7 +12,7 @@ from bev_lightning.data.synthetic.rig import Array, rotation_from_euler, transfo
 from bev_lightning.data.synthetic.shapes import Kind
 
 STEP_S = 0.05  # motion is tabulated at this step and interpolated linearly
-LEAD_IN_S = 1.0  # the table begins this long before the first key frame, for its sweeps
+LEAD_IN_S = 1.0  # time before the first key frame and after the last one, for the sweeps
 GROUND_CELL_M = 0.25
 GRASS, ASPHALT, MARKING, PAVEMENT, LOT = range(5)
 
@@ -25,9 +25,11 @@ class Road:
     xy: Array
     yaw: Array
 
-    def place(self, arc: Array, offset: float) -> Array:
-        """Poses ``(..., 3)`` x, y, yaw at arc lengths, ``offset`` metres to the left; beyond its
-        ends the road goes straight on."""
+    def poses_at(self, arc: Array, offset: float) -> Array:
+        """Poses ``(..., 3)`` x, y, yaw at arc lengths, ``offset`` metres to the left.
+
+        Beyond its ends the road continues straight.
+        """
         x, y = (np.interp(arc, self.arc, self.xy[:, i]) for i in (0, 1))
         yaw = np.interp(arc, self.arc, self.yaw)
         beyond = arc - np.clip(arc, self.arc[0], self.arc[-1])
@@ -35,7 +37,7 @@ class Road:
         return np.stack([x - offset * np.sin(yaw), y + offset * np.cos(yaw), yaw], axis=-1)
 
     def line(self, offset: float) -> Array:
-        return np.asarray(self.place(self.arc, offset)[:, :2])
+        return np.asarray(self.poses_at(self.arc, offset)[:, :2])
 
     def clearance(self, xy: Array) -> float:
         """Distance [m] of a point from the path."""
@@ -58,7 +60,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Scene:
-    """What the sensors look at.
+    """Everything that the sensors measure.
 
     Attributes:
         times: ``(K,)`` [s]. ego: ``(K, 3)`` x, y, yaw (not wrapped).
@@ -67,8 +69,8 @@ class Scene:
             [m].
         categories, attributes: their nuScenes names ("" where there is none).
         parts, first_part: all part tables, and ``(O + 1,)`` where each object's begins.
-        hulls: ``(O, 6)`` centre and half size, in the object's frame, of what holds all its parts
-            [m].
+        hulls: ``(O, 6)`` centre and half size [m] of the box around all parts of an object, in its
+            own frame.
         sway: phases of the body's pitch and roll.
     """
 
@@ -87,9 +89,9 @@ class Scene:
     sway: Array
 
     def _at(self, table: Array, time_s: float) -> Array:
-        place = (time_s - self.times[0]) / STEP_S
-        low = int(np.clip(np.floor(place), 0, len(self.times) - 2))
-        return np.asarray(table[low] + (place - low) * (table[low + 1] - table[low]))
+        step = (time_s - self.times[0]) / STEP_S
+        low = int(np.clip(np.floor(step), 0, len(self.times) - 2))
+        return np.asarray(table[low] + (step - low) * (table[low + 1] - table[low]))
 
     def ego_pose(self, time_s: float) -> Array:
         """``global_from_ego`` ``(4, 4)``, with a slight sway of the body."""

@@ -1,9 +1,9 @@
-"""What stands in the synthetic world: the ten detection classes and unannotated bystanders.
+"""Shapes of the synthetic objects: the ten detection classes and unannotated bystanders.
 
-Every object is an upright box (the annotation) filled by a few smaller boxes, its parts, so that
-front and back differ in shape, colour and reflectance: without that neither sensor could tell a
-heading. Parts are given in fractions of the box: x from -0.5 (back) to 0.5 (front), y from -0.5
-(right) to 0.5 (left), z from 0 (ground) to 1.
+Every object is an upright box (the annotation) filled by a few smaller boxes, its parts. Front and
+back differ in shape, colour and reflectance, so that the heading is observable. Parts are given in
+fractions of the box: x from -0.5 (back) to 0.5 (front), y from -0.5 (right) to 0.5 (left), z from 0
+(ground) to 1.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ PLAIN, LAMPS, STRIPES, WINDOWS, TAIL = range(5)
 
 # Columns of the part table that the ray casters read; see `build_parts`.
 NUM_PART_COLUMNS = 20
-# Annotators draw boxes a little loose; so the parts keep this far from the faces of the box [m].
+# Annotated boxes are a little loose: the parts keep this distance from the faces of the box [m].
 INSET_M = 0.03
 
-_BODY, _SECOND = (-1, -1, -1), (-2, -2, -2)  # stand for the object's own two paints
+_BODY, _SECOND = (-1, -1, -1), (-2, -2, -2)  # placeholders of the object's own two paints
 _GLASS, _TYRE, _STEEL, _SKIN = (52, 66, 84), (26, 26, 28), (92, 92, 96), (206, 158, 130)
 _LAMP_WHITE, _BACK_RED = (244, 240, 208), (168, 22, 26)
 
@@ -38,7 +38,7 @@ class Part:
         pattern: PLAIN, LAMPS (at the sides of front and back), TAIL (at the back alone), STRIPES or
             WINDOWS.
         glass: share of lidar pulses that are lost on it.
-        rider: True where it goes when the cycle stands without its rider.
+        rider: whether it belongs to the rider and is absent from a cycle without one.
     """
 
     box: tuple[float, float, float, float, float, float]
@@ -56,10 +56,10 @@ class Kind:
     """A class of objects.
 
     Attributes:
-        name: detection class, or "" for bystanders, which bear no annotation.
+        name: detection class, or "" for bystanders, which have no annotation.
         categories: nuScenes categories to choose from.
         size: mean length, width, height [m], each varied by ``spread`` (relative).
-        reach_m: radius within which the nuScenes metric looks at the class.
+        reach_m: radius within which the nuScenes metric evaluates the class.
         share: relative number of objects.
         moving: share of objects that move; ``speed`` is their range [m/s].
         rcs: mean radar cross-section [dBsm]; ``returns`` the mean number of radar returns.
@@ -223,7 +223,7 @@ KINDS: tuple[Kind, ...] = (
     ),
 )
 
-# Unannotated: they occlude, echo and confuse. `share` is their number in a scene.
+# Unannotated: they occlude and reflect. `share` is their number in a scene.
 BYSTANDERS: tuple[Kind, ...] = (
     Kind("", (), (0.25, 0.25, 6.0), share=6, rcs=-2, returns=0.8, paints=((110, 112, 112),),
          parts=(Part((-0.5, 0.5, -0.5, 0.5, 0.0, 1.0), _BODY, (30, 30, 30)),)),
@@ -255,8 +255,8 @@ def build_parts(
     Args:
         kind: its class.
         size: length, width, height [m] of its box.
-        rider: False leaves the rider's parts out; the rest is stretched to the height of the box.
-        rng: draws the paints and how bright this object echoes.
+        rider: False leaves the rider's parts out; the rest is scaled to the height of the box.
+        rng: for the paints and the reflectance.
 
     Returns:
         ``(P, 20)``: centre (3) and half size (3) in the object's frame (x ahead, y left, z up

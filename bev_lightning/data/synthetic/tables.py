@@ -23,7 +23,7 @@ TABLES = (
     "sensor",
     "visibility",
 )
-LOCATION = "boston-seaport"  # one of the four places that the devkit knows
+LOCATION = "boston-seaport"  # one of the four locations of nuScenes
 
 _CATEGORIES = (
     "human.pedestrian.adult",
@@ -86,12 +86,12 @@ def official_scenes(version: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def make_token(*what: object) -> str:
-    """32 hexadecimal digits that depend on nothing but what they name."""
+    """Token of 32 hexadecimal digits, a hash of the arguments."""
     return hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=16).hexdigest()
 
 
 def fixed_tables(rig: str) -> dict[str, list[Row]]:
-    """The tables that hold the same rows in every data set of a rig."""
+    """Tables with the same rows in every data set of a rig."""
     return {
         "category": [
             {
@@ -125,7 +125,7 @@ def fixed_tables(rig: str) -> dict[str, list[Row]]:
 
 
 def visibility_token(share: float) -> str:
-    """Token of the bin that a visible share 0..1 falls into."""
+    """Visibility token of a visible share 0..1."""
     return "1" if share <= 0.4 else "2" if share <= 0.6 else "3" if share <= 0.8 else "4"
 
 

@@ -1,4 +1,4 @@
-"""Writes one scene: its files, and its rows of the tables."""
+"""Writes one scene: sensor files and table rows."""
 
 import json
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from bev_lightning.data.synthetic.tables import (
 )
 
 KEY_FRAME_US = 500_000
-ANNOTATED_M = 60.0  # objects beyond this distance from the ego bear no annotation
+ANNOTATED_M = 60.0  # objects beyond this distance from the ego have no annotation
 _EPOCH_US = 1_530_000_000_000_000
 _SCENE_US = 1_000_000_000
 _CAN_STEP_US = 20_404  # the pose messages of nuScenes come at 49 Hz
@@ -44,7 +44,7 @@ _GRAVITY = 9.81
 
 @dataclass(frozen=True)
 class SceneJob:
-    """What a worker needs to make one scene; see SyntheticSpec for the fields."""
+    """Arguments of one scene; see SyntheticSpec for the fields."""
 
     root: Path
     name: str
@@ -67,7 +67,7 @@ class SceneRows:
 
 
 def write_scene(job: SceneJob) -> SceneRows:
-    """Make one scene under ``job.root``; its content follows from the seed and its name alone."""
+    """Write one scene under ``job.root``; its content depends on its seed and name alone."""
     return _SceneWriter(job).write()
 
 
@@ -167,7 +167,7 @@ class _SceneWriter:
         return SceneRows(self.rows, (road.line(11.4)[::8], road.line(-7.8)[::8]))
 
     def _record(self, channel: str, sample: str, time_us: int, is_key: bool) -> None:
-        """Take one measurement of one sensor: the file, and its sample_data and ego_pose rows."""
+        """Write one sensor file, and add its sample_data and ego_pose rows."""
         job, mount = self.job, self.rig[channel]
         time_us += round(mount.delay_s * 1e6)
         time_s = self.seconds(time_us)
@@ -175,7 +175,7 @@ class _SceneWriter:
         pose = ego_pose @ mount.ego_from_sensor
         modality = modality_of(channel)
         if modality == "camera":
-            payload, suffix = self._photograph(mount, pose, time_s), "jpg"
+            payload, suffix = self._encode_image(mount, pose, time_s), "jpg"
         elif modality == "lidar":
             points, _ = scan_lidar(
                 self.scene, pose, time_s, job.num_beams, job.num_azimuths, self.rng
@@ -218,7 +218,7 @@ class _SceneWriter:
             }
         )
 
-    def _photograph(self, mount: Mount, pose: Array, time_s: float) -> bytes:
+    def _encode_image(self, mount: Mount, pose: Array, time_s: float) -> bytes:
         image, owner, totals = render_camera(self.scene, pose, mount, time_s)
         self.pixels[0] += np.bincount(owner[owner >= 0], minlength=len(totals))
         self.pixels[1] += totals
@@ -233,7 +233,7 @@ class _SceneWriter:
     def _annotate(
         self, frame: int, sample: str, time_us: int, annotations: dict[int, list[Row]]
     ) -> None:
-        """Rows of the objects within reach at a key frame, added to each object's chain."""
+        """Add a row of each object within reach at a key frame to the object's chain."""
         scene, time_s = self.scene, self.seconds(time_us)
         poses, ego = scene.object_poses(time_s), scene.ego_pose(time_s)[:2, 3]
         for n, (x, y, yaw) in enumerate(poses):
@@ -275,7 +275,7 @@ class _SceneWriter:
         return ", ".join(f"{kinds.count(name)} {name}" for name in dict.fromkeys(kinds))
 
     def _write_can_bus(self) -> None:
-        """The pose messages of the vehicle's bus: flat, as nuScenes gives them."""
+        """Write the pose messages of the CAN bus, on flat ground as in nuScenes."""
         scene, rng = self.scene, np.random.default_rng([self.job.seed, self.number, 1])
         last_us = self.start_us + (self.job.num_frames - 1) * KEY_FRAME_US + 200_000
         messages = []
@@ -303,14 +303,14 @@ class _SceneWriter:
 
 
 def _link(chain: list[Row]) -> None:
-    """Set prev and next of rows in the order of time."""
+    """Set prev and next of chronological rows."""
     tokens = ["", *(row["token"] for row in chain), ""]
     for i, row in enumerate(chain):
         row["prev"], row["next"] = tokens[i], tokens[i + 2]
 
 
 def make_folders(root: Path, rig: str) -> None:
-    """The folders that the scenes are written into."""
+    """Create the folders that the scenes are written to."""
     for channel in list_channels(rig):
         (root / "samples" / channel).mkdir(parents=True)
         if modality_of(channel) != "camera":

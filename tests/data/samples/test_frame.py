@@ -100,7 +100,7 @@ def test_poses_sources_and_ages(index: Index) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_augmentation_moves_pixels_as_its_map_says_and_the_rest_not_at_all(
+def test_augmentation_moves_pixels_by_its_map_and_nothing_else(
     index: Index, seed: int
 ) -> None:
     plain = source(index, target_range=WIDE).frame(2, 1)
@@ -108,7 +108,7 @@ def test_augmentation_moves_pixels_as_its_map_says_and_the_rest_not_at_all(
     one, two = plain.batch, moved.batch
     augmented_from_lidar = torch.linalg.inv(two.global_from_lidar[0]) @ one.global_from_lidar[0]
     mirrored = bool(torch.linalg.det(augmented_from_lidar) < 0)
-    order = [1, 0, 3, 2, 5, 4, 7, 6] if mirrored else list(range(8))  # left and right change places
+    order = [1, 0, 3, 2, 5, 4, 7, 6] if mirrored else list(range(8))  # left and right are swapped
     corners = one.targets.corners()[0].reshape(-1, 3)
     corners_moved = two.targets.corners()[0][:, order].reshape(-1, 3)
     torch.testing.assert_close(
@@ -264,7 +264,7 @@ def test_published_queue_leaves_out_one_of_one_more(make_tree, tmp_path: Path) -
             driven = (batch.global_from_ego - before.global_from_ego)[0, :2, 3]
             torch.testing.assert_close(batch.can_bus[0, :2].double(), driven, atol=1e-3, rtol=0)
     assert seen == {(2, 3), (2, 4), (3, 4)}
-    # Nothing else is drawn anew, and the same place gives the same queue.
+    # No other random number changes, and the same position gives the same queue.
     other, again = open_frames().frame(7, 5), open_frames(history_drop=True).frame(7, 5)
     frame = frames.frame(7, 5)
     assert [f.sample_token for f in again.history] == [f.sample_token for f in frame.history]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bev_lightning.data.synthetic import dataset as synthetic
 from bev_lightning.data.synthetic.dataset import MARKER, SyntheticSpec, generate
-from bev_lightning.data.synthetic.dataset import dataset as synthetic
 from bev_lightning.errors import InputError
 
 SPEC = SyntheticSpec(
@@ -56,7 +56,7 @@ def test_a_scene_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     assert all(other[name] != val[name] for name in images)
 
 
-def test_the_same_spec_returns_at_once_and_another_is_made_anew(
+def test_the_same_spec_returns_at_once_and_another_is_regenerated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "data" / "set"
@@ -67,17 +67,17 @@ def test_the_same_spec_returns_at_once_and_another_is_made_anew(
     assert (root / MARKER).stat().st_mtime_ns == stamp
     with caplog.at_level(logging.WARNING):
         generate(root, replace(spec, seed=9), num_workers=1)
-    assert "made anew" in caplog.text
+    assert "regenerating it" in caplog.text
     assert json.loads((root / MARKER).read_text())["spec"]["seed"] == 9
     assert sorted(os.listdir(root.parent)) == [".set.lock", "set"]
 
 
 def test_a_foreign_folder_is_kept(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"mine")
-    with pytest.raises(InputError, match=r"not made by the synthetic generator.*choose another"):
+    with pytest.raises(InputError, match=r"is not synthetic data.*choose another"):
         generate(tmp_path, SPEC)
     assert os.listdir(tmp_path) == ["photo.jpg"]
-    with pytest.raises(InputError, match="not made by the synthetic generator"):
+    with pytest.raises(InputError, match="is not synthetic data"):
         generate(tmp_path / "photo.jpg", SPEC)
 
 
@@ -94,25 +94,25 @@ def test_a_run_that_dies_leaves_nothing_that_passes_for_a_data_set(
         with pytest.raises(KeyboardInterrupt):
             generate(root, spec, num_workers=1)
     assert not root.exists()
-    assert (tmp_path / ".set.making").exists()
+    assert (tmp_path / ".set.partial").exists()
     root.mkdir()  # an empty folder is no obstacle
     generate(root, spec, num_workers=1)
     assert (root / MARKER).exists()
-    assert not (tmp_path / ".set.making").exists()
+    assert not (tmp_path / ".set.partial").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"version": "v1.0-test"}, "v1.0-trainval or v1.0-mini"),
         ({"num_train_scenes": 9}, "num_train_scenes=9"),
-        ({"num_train_scenes": 0, "num_val_scenes": 0}, "needs a scene"),
+        ({"num_train_scenes": 0, "num_val_scenes": 0}, "has 0 scenes"),
         ({"image_size": (4, 64)}, "8 pixels"),
         ({"objects_per_scene": 1000}, "choose 10 to 200"),
     ],
 )
-def test_a_wrong_spec_is_refused(change: dict[str, object], words: str) -> None:
-    with pytest.raises(InputError, match=words):
+def test_a_wrong_spec_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         replace(SPEC, **change)  # type: ignore[arg-type]
 
 

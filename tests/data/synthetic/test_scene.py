@@ -73,7 +73,7 @@ def test_nothing_ever_overlaps_another_object_or_the_ego(scenes: list[Scene]) ->
                         assert not touch(polygons[i], polygons[j]), (time, i, j)
 
 
-def test_all_classes_stand_and_move_and_their_attributes_say_so(scenes: list[Scene]) -> None:
+def test_all_classes_stand_and_move_with_fitting_attributes(scenes: list[Scene]) -> None:
     still_names = {
         "vehicle.parked",
         "vehicle.stopped",

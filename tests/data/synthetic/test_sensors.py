@@ -37,8 +37,8 @@ def stage(
     parts = build_parts(kind, size, True, np.random.default_rng(0))
     ego = scene.ego_pose(TIME)
     yaw = np.arctan2(ego[1, 0], ego[0, 0])
-    place = ego[:2, :2] @ np.array(pose[:2]) + ego[:2, 3]
-    track = np.tile([*place, pose[2] + yaw], (len(scene.times), 1, 1))
+    xy = ego[:2, :2] @ np.array(pose[:2]) + ego[:2, 3]
+    track = np.tile([*xy, pose[2] + yaw], (len(scene.times), 1, 1))
     low, high = (parts[:, :3] - parts[:, 3:6]).min(0), (parts[:, :3] + parts[:, 3:6]).max(0)
     return replace(
         scene,
@@ -113,12 +113,12 @@ def test_front_and_back_differ_in_picture_and_echo(scene: Scene, rig: dict, name
 
 def test_a_picture_shows_each_object_where_the_matrices_put_it(scene: Scene, rig: dict) -> None:
     checked = 0
-    for name, place in (
+    for name, xy in (
         ("car", (14.0, 1.5)),
         ("traffic_cone", (7.0, -1.0)),
         ("pedestrian", (9.0, 2.0)),
     ):
-        alone = stage(scene, name, (*place, 0.6))
+        alone = stage(scene, name, (*xy, 0.6))
         front = rig["CAM_FRONT"]
         pose = scene.ego_pose(TIME) @ front.ego_from_sensor
         _, pixels, _ = render_camera(alone, pose, front, TIME)
@@ -180,7 +180,7 @@ def test_radar_measures_the_radial_speed_over_ground(scene: Scene, rig: dict) ->
     assert np.median(still["vx"]) < -0.3 * ego_speed
 
 
-def test_a_radar_file_without_returns_says_so_with_nan() -> None:
+def test_a_radar_file_without_returns_holds_one_nan_record() -> None:
     header, body = pack_returns(np.zeros(0, RETURN)).split(b"DATA binary\n")
     assert b"WIDTH 1\n" in header
     assert b"FIELDS x y z dyn_prop id rcs vx vy vx_comp vy_comp is_quality_valid" in header

@@ -131,7 +131,7 @@ def test_every_foreign_key_is_valid_and_fields_are_the_official_ones(nusc) -> No
     }  # fmt: skip
 
 
-def test_files_stand_where_the_tables_say_and_sweeps_lead_up_to_key_frames(nusc) -> None:  # type: ignore[no-untyped-def]
+def test_files_exist_as_in_the_tables_and_sweeps_precede_key_frames(nusc) -> None:  # type: ignore[no-untyped-def]
     assert all((Path(nusc.dataroot) / row["filename"]).is_file() for row in nusc.sample_data)
     sample = next(frames(nusc))
     assert len(sample["data"]) == 12
