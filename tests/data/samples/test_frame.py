@@ -100,9 +100,7 @@ def test_poses_sources_and_ages(index: Index) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_augmentation_moves_pixels_by_its_map_and_nothing_else(
-    index: Index, seed: int
-) -> None:
+def test_augmentation_moves_pixels_by_its_map_and_nothing_else(index: Index, seed: int) -> None:
     plain = source(index, target_range=WIDE).frame(2, 1)
     moved = source(index, target_range=WIDE, augment=Augment(), seed=seed).frame(2, 1)
     one, two = plain.batch, moved.batch
