@@ -1,14 +1,11 @@
-"""Suppression against the greedy rule written out, overlap against areas known or sampled."""
-
-import math
+"""Suppression against the greedy rule written out."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from bev_lightning.ops.backend import use_reference
-from bev_lightning.ops.nms import circle_nms, rotated_nms
-from bev_lightning.ops.nms.reference import rotated_iou
+from bev_lightning.ops.nms import circle_nms
 
 
 def greedy(centre: Tensor, score: Tensor, radius: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -79,90 +76,3 @@ def test_invalid_boxes_neither_stay_nor_suppress() -> None:
 
 def test_no_boxes() -> None:
     assert circle_nms(torch.zeros(2, 0, 2), torch.zeros(2, 0), 1.0).shape == (2, 0)
-    assert rotated_nms(torch.zeros(2, 0, 5), torch.zeros(2, 0), 0.5).shape == (2, 0)
-
-
-def make_boxes(num: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    boxes = torch.rand(num, 5, generator=generator)
-    return boxes * torch.tensor([8.0, 8.0, 4.0, 2.0, 7.0]) + torch.tensor([40.0, 20, 0.5, 0.5, -3])
-
-
-def sample_iou(one: Tensor, other: Tensor, num: int = 150) -> float:
-    """Counted on a fine grid of points in the first box."""
-    side = (torch.arange(num, dtype=torch.float64) + 0.5) / num - 0.5
-    local = torch.cartesian_prod(side * one[2], side * one[3])
-    x, y = (local[:, :1], local[:, 1:])
-    x, y = (
-        x * one[4].cos() - y * one[4].sin() + one[0],
-        x * one[4].sin() + y * one[4].cos() + one[1],
-    )
-    x, y = x - other[0], y - other[1]
-    x, y = x * other[4].cos() + y * other[4].sin(), y * other[4].cos() - x * other[4].sin()
-    inside = (x.abs() < other[2] / 2) & (y.abs() < other[3] / 2)
-    shared = inside.double().mean() * one[2] * one[3]
-    return float(shared / (one[2] * one[3] + other[2] * other[3] - shared))
-
-
-def test_overlap_equals_a_sampled_one() -> None:
-    boxes = make_boxes(8, seed=0)
-    got = rotated_iou(boxes[:, None], boxes[None])
-    for i in range(8):
-        for j in range(8):
-            assert float(got[i, j]) == pytest.approx(
-                sample_iou(boxes[i].double(), boxes[j].double()), abs=1e-2
-            )
-    assert int((got > 0.05).sum()) >= 12
-    torch.testing.assert_close(got, got.T, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        ((0, 0, 4, 2, 0), 1.0),
-        ((0, 0, 4, 2, math.pi), 1.0),
-        ((0, 0, 2, 4, math.pi / 2), 1.0),
-        ((2, 0, 4, 2, 0), 1 / 3),
-        ((0, 0, 4, 2, math.pi / 2), 4 / 12),
-        ((0, 0, 2, 1, 0.3), 2 / 8),
-        ((4, 0, 4, 2, 0), 0.0),
-        ((0, 0, 0, 0, 0), 0.0),
-        ((0, 0, math.sqrt(2), math.sqrt(2), math.pi / 4), 2 / 8),
-    ],
-)
-@pytest.mark.parametrize("offset", [0.0, 50.0])
-def test_known_overlaps(other: tuple[float, ...], expected: float, offset: float) -> None:
-    one = torch.tensor([0.0, 0.0, 4.0, 2.0, 0.0])
-    move = torch.tensor([offset, -offset, 0.0, 0.0, 0.0])
-    got = rotated_iou(one + move, torch.tensor(other) + move)
-    assert float(got) == pytest.approx(expected, abs=2e-5)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("most_overlap", [0.0, 0.2])
-def test_rotated_equals_greedy(seed: int, most_overlap: float) -> None:
-    boxes = torch.stack([make_boxes(50, seed), make_boxes(50, seed + 10)])
-    generator = torch.Generator().manual_seed(seed)
-    score = torch.rand(2, 50, generator=generator)
-    group = torch.randint(0, 2, (2, 50), generator=generator)
-    valid = torch.rand(2, 50, generator=generator) > 0.2
-    kept = rotated_nms(boxes, score, most_overlap, group, valid)
-    with use_reference():
-        assert torch.equal(rotated_nms(boxes, score, most_overlap, group, valid), kept)
-    for sample in range(2):
-        overlap = rotated_iou(boxes[sample][:, None], boxes[sample][None])
-        keep: list[int] = []
-        for i in score[sample].argsort(descending=True).tolist():
-            mine = [j for j in keep if group[sample, j] == group[sample, i]]
-            if valid[sample, i] and not any(overlap[j, i] > most_overlap for j in mine):
-                keep.append(i)
-        assert sorted(keep) == kept[sample].nonzero().flatten().tolist()
-        assert 0 < len(keep) < int(valid[sample].sum())
-
-
-def test_rotated_takes_one_sample_and_half() -> None:
-    boxes = torch.tensor([[0.0, 0, 4, 2, 0], [0.5, 0, 4, 2, 0], [9, 0, 4, 2, 0]])
-    score = torch.tensor([0.3, 0.6, 0.1])
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        kept = rotated_nms(boxes.to(dtype), score.to(dtype), 0.5)
-        assert kept.tolist() == [False, True, True]

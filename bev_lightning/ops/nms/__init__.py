@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from bev_lightning.ops.backend import choose_backend
-from bev_lightning.ops.nms.reference import (
-    keep_circles_reference,
-    keep_rotated_reference,
-)
+from bev_lightning.ops.nms.reference import keep_circles_reference
 
 
 @torch.no_grad()
@@ -47,36 +44,6 @@ def circle_nms(
         keep = cpu.keep_circles(boxes, group, valid)
     else:
         keep = keep_circles_reference(boxes, group, valid)
-    return torch.zeros_like(keep).scatter(-1, order, keep)
-
-
-@torch.no_grad()
-def rotated_nms(
-    boxes: Tensor,
-    score: Tensor,
-    most_overlap: float,
-    group: Tensor | None = None,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """Suppress every box that overlaps a kept box with a higher score.
-
-    Args:
-        boxes: ``(..., N, 5)`` x, y of the centre, length, width [m], yaw [rad].
-        score: ``(..., N)``; between equal scores the lower index comes first.
-        most_overlap: an intersection over union above it suppresses.
-        group: ``(..., N)`` boxes suppress only boxes of the same group (class). None: one group.
-        valid: ``(..., N)`` bool boxes that take part. None: all.
-
-    Returns:
-        ``(..., N)`` bool, the boxes kept; False for invalid boxes.
-    """
-    boxes, group, valid, order = _sort_by_score(boxes.float(), score, group, valid)
-    if choose_backend(boxes.device) == "numba":
-        from bev_lightning.ops.nms import cpu
-
-        keep = cpu.keep_rotated(boxes, group, valid, most_overlap)
-    else:
-        keep = keep_rotated_reference(boxes, group, valid, most_overlap)
     return torch.zeros_like(keep).scatter(-1, order, keep)
 
 
