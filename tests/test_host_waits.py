@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bev_lightning.benchmarks.random_batches import make_batch
 from bev_lightning.config.compose import load_config
 from bev_lightning.losses import matching
-from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
+from bev_lightning.losses.bevfusion import BEVFusionLoss
+from bev_lightning.losses.transfusion import TransFusionLoss
 from bev_lightning.models.heads import TransFusionHead
 
 ATEN = torch.ops.aten

@@ -50,7 +50,6 @@ MODULES = {
     "bev_lightning.models.box_choice": "bev_lightning.models.selection",
     "bev_lightning.models.query_start": "bev_lightning.models.object_queries",
     "bev_lightning.objectives.heatmap": "bev_lightning.losses.heatmap",
-    "bev_lightning.objectives.losses": "bev_lightning.losses.detection",
     "bev_lightning.objectives.matching": "bev_lightning.losses.matching",
     "bev_lightning.objectives.nuscenes": "bev_lightning.metrics.nuscenes",
     "bev_lightning.objectives.perspective": "bev_lightning.losses.perspective",
@@ -72,8 +71,17 @@ CLASSES = {
     "WholeFileIO": "AtomicCheckpointIO",
     "ZeroCopyLoader": "SharedMemoryLoader",
 }
-# Import paths that left this package.
-TARGETS = {"bev_lightning.modules.optimizer.AdamW": "torch.optim.AdamW"}
+# Import paths whose names went to different modules, or left this package.
+TARGETS = {
+    "bev_lightning.modules.optimizer.AdamW": "torch.optim.AdamW",
+    "bev_lightning.objectives.losses.BEVFusionObjective": (
+        "bev_lightning.losses.bevfusion.BEVFusionLoss"
+    ),
+    "bev_lightning.objectives.losses.CentreObjective": "bev_lightning.losses.centre.CentreLoss",
+    "bev_lightning.objectives.losses.TransFusionObjective": (
+        "bev_lightning.losses.transfusion.TransFusionLoss"
+    ),
+}
 _IMPORT_PATH = re.compile(r"\bbev_lightning(?:\.\w+)+")
 _OVERRIDE_KEY = re.compile(r"^([+~]*)([^=@]*)(.*)$", re.DOTALL)
 

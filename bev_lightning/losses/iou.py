@@ -1,12 +1,9 @@
-"""Overlap of upright boxes that may be turned about z."""
+"""Intersection over union of upright boxes with a yaw."""
 
 import torch
 from torch import Tensor
 
-
-def widen(value: Tensor) -> Tensor:
-    """At least float32; float64 stays, for gradients are checked in it."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+from bev_lightning.losses.functional import widen
 
 
 def overlap_area(first: Tensor, second: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from bev_lightning.losses.iou import pairwise_iou, widen
+from bev_lightning.losses.functional import widen
+from bev_lightning.losses.iou import pairwise_iou
 from bev_lightning.structures import BevGrid
 from bev_lightning.structures.constants import constant
 

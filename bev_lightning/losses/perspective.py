@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_lightning.losses.detection import divisor, gaussian_focal_loss
+from bev_lightning.losses.functional import gaussian_focal_loss, normalizer
 from bev_lightning.losses.heatmap import draw_gaussians
 from bev_lightning.structures import Batch, Boxes3D
 from bev_lightning.structures.constants import constant
@@ -39,7 +39,7 @@ class Sightings:
 def perspective_terms(
     predictions: PerspectivePredictions,
     targets: Boxes3D,
-    counts: Mapping[str, Tensor] | None = None,
+    normalizers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Gaussian focal loss of the classes at the boxes' centres in each image
     (``perspective_class``), and L1 of the logarithm of their depths (``perspective_depth``), each
@@ -51,8 +51,8 @@ def perspective_terms(
     x, y = there.cells.where(there.seen.unsqueeze(-1), 0.0).long().unbind(-1)
     found = predictions.log_depth.float().flatten(2).gather(2, y * width + x)
     error = (found - there.depth.clamp(min=MIN_DEPTH).log()).abs() * there.seen
-    peaks = None if counts is None else counts["perspective_class"]
-    divided = error.sum() / divisor(there.seen.sum(), counts, "perspective_depth")
+    peaks = None if normalizers is None else normalizers["perspective_class"]
+    divided = error.sum() / normalizer(there.seen.sum(), normalizers, "perspective_depth")
     return {
         "perspective_class": gaussian_focal_loss(
             predictions.heatmap.flatten(0, 1), there.heatmap, peaks
@@ -61,7 +61,7 @@ def perspective_terms(
     }
 
 
-def count_perspective(network: Any, batch: Batch) -> dict[str, Tensor]:
+def perspective_normalizers(network: Any, batch: Batch) -> dict[str, Tensor]:
     """What the terms of a batch are divided by, before anything is predicted."""
     assert batch.cameras is not None and batch.targets is not None
     cameras, shape = batch.cameras, network.map_size(batch.cameras)

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_lightning.losses.detection import (
+from bev_lightning.losses.functional import (
     CODE_WEIGHTS,
-    divisor,
     gaussian_focal_loss,
     masked_l1_loss,
+    normalizer,
     sigmoid_focal_loss,
+    widen,
 )
 from bev_lightning.losses.heatmap import gaussian_heatmap
-from bev_lightning.losses.iou import widen
 from bev_lightning.losses.matching import Assignment, Matching, focal_cost
-from bev_lightning.losses.perspective import count_perspective, perspective_terms
+from bev_lightning.losses.perspective import perspective_normalizers, perspective_terms
 from bev_lightning.structures import Batch, BevGrid, Boxes3D
 from bev_lightning.structures.constants import constant
 from bev_lightning.structures.predictions import (
@@ -67,45 +67,48 @@ class SetPredictionLoss:
         self,
         predictions: BEVFormerPredictions,
         targets: Boxes3D,
-        counts: Mapping[str, Tensor] | None = None,
+        normalizers: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Weighted scalars ``class`` and ``box``, and where the model brings them ``heatmap``,
         ``perspective_class``, ``perspective_depth``, ``denoising_class`` and ``denoising_box``; the
         layers are summed.
 
         Args:
-            counts: what each term is divided by; None for the batch's own :meth:`count`.
+            normalizers: what each term is divided by; None for the batch's own
+                :meth:`normalizers`.
         """
         with torch.autocast(predictions.bev.device.type, enabled=False):
             matching = self.match(predictions, targets)
             others: dict[str, Tensor] = {}
             if predictions.heatmap is not None:
-                others["heatmap"] = self.heatmap_term(predictions, targets, counts)
+                others["heatmap"] = self.heatmap_term(predictions, targets, normalizers)
             if predictions.perspective is not None:
-                others |= perspective_terms(predictions.perspective, targets, counts)
+                others |= perspective_terms(predictions.perspective, targets, normalizers)
             if predictions.denoising is not None:
-                by_class, by_box = self.denoising_terms(predictions, targets, counts)
+                by_class, by_box = self.denoising_terms(predictions, targets, normalizers)
                 others["denoising_class"] = by_class.sum()
                 others["denoising_box"] = by_box.sum()
-            by_class, by_box = self.layer_terms(predictions, targets, matching.finish(), counts)
+            by_class, by_box = self.layer_terms(
+                predictions, targets, matching.finish(), normalizers
+            )
             return {"class": by_class.sum(), "box": by_box.sum(), **others}
 
-    def count(self, network: Any, batch: Batch) -> dict[str, Tensor]:
+    def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
         """What the terms of a batch are divided by, before anything is predicted: matched queries
         of a layer, peaks of the heatmap, queries that start from annotations."""
         head, targets = network.head, batch.targets
         assert targets is not None
         grid = head.codec.grid
         matched = _in_range(grid, targets).sum(-1).clamp(max=head.num_queries).sum()
-        counts = {"class": matched, "box": matched}
+        normalizers = {"class": matched, "box": matched}
         if head.heatmap_start:
-            counts["heatmap"] = (self._heatmap(grid, head.num_classes, targets) == 1).sum()
+            normalizers["heatmap"] = (self._heatmap(grid, head.num_classes, targets) == 1).sum()
         if network.perspective is not None:
-            counts |= count_perspective(network, batch)
+            normalizers |= perspective_normalizers(network, batch)
         if head.num_denoising:
             started = (grid.contains(targets.centre) & targets.valid).sum() * head.num_denoising
-            counts |= {"denoising_class": started, "denoising_box": started}
-        return counts
+            normalizers |= {"denoising_class": started, "denoising_box": started}
+        return normalizers
 
     @torch.no_grad()
     def match(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Matching:
@@ -129,7 +132,7 @@ class SetPredictionLoss:
         predictions: BEVFormerPredictions,
         targets: Boxes3D,
         assignment: Assignment,
-        counts: Mapping[str, Tensor] | None = None,
+        normalizers: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Weighted class and box terms of each layer, ``(L,)`` each."""
         return self._terms(
@@ -138,14 +141,14 @@ class SetPredictionLoss:
             assignment.gather(predictions.codec.encode(targets)),
             assignment.positive,
             torch.ones_like(assignment.positive),
-            divisor(assignment.positive[0].sum(), counts, "class"),
+            normalizer(assignment.positive[0].sum(), normalizers, "class"),
         )
 
     def denoising_terms(
         self,
         predictions: BEVFormerPredictions,
         targets: Boxes3D,
-        counts: Mapping[str, Tensor] | None = None,
+        normalizers: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same of the queries that started from annotations, whose boxes are known."""
         denoising = predictions.denoising
@@ -160,7 +163,7 @@ class SetPredictionLoss:
             start.gather(predictions.codec.encode(targets)),
             valid,
             valid,
-            divisor(denoising.valid.sum(), counts, "denoising_class"),
+            normalizer(denoising.valid.sum(), normalizers, "denoising_class"),
         )
         return self.denoising_weight * by_class, self.denoising_weight * by_box
 
@@ -168,11 +171,11 @@ class SetPredictionLoss:
         self,
         predictions: BEVFormerPredictions,
         targets: Boxes3D,
-        counts: Mapping[str, Tensor] | None = None,
+        normalizers: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         assert predictions.heatmap is not None
         wanted = self._heatmap(predictions.codec.grid, predictions.heatmap.shape[1], targets)
-        count = None if counts is None else counts["heatmap"]
+        count = None if normalizers is None else normalizers["heatmap"]
         return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted, count)
 
     def _heatmap(self, grid: BevGrid, num_classes: int, targets: Boxes3D) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from bev_lightning.losses.detection import DetectionLoss
+from bev_lightning.losses.protocol import DetectionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer

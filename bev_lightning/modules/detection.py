@@ -1,4 +1,4 @@
-"""The LightningModule of every detector, with the only training step."""
+"""LightningModule that trains, validates and predicts with any detector."""
 
 import time
 import traceback
@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from bev_lightning.errors import InputError
-from bev_lightning.losses.detection import DetectionLoss
+from bev_lightning.losses.protocol import DetectionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator, Scores
 from bev_lightning.metrics.submission import Entries, to_entries
 from bev_lightning.models.protocol import (
@@ -65,18 +65,18 @@ class DetectionModule(L.LightningModule):
         classes: names in the order of the labels.
         optim: builds the optimizer and its schedule; None for a module that is only evaluated.
         evaluator: scores predictions at the end of a validation; None leaves them unscored.
-        loss_norm: what the losses of training are divided by: the boxes, peaks and pixels of each
-            process's own ``batch``, as published, or those of the ``effective`` batch: all
-            micro-steps and processes of an optimizer step, so that it does not matter how the
-            samples are shared out.
+        loss_norm: what the training loss is normalised by: ``batch``, as published, the number of
+            boxes, peaks and pixels in each process's micro-batch; ``effective``, that in all
+            micro-batches and processes of an optimizer step, so that the gradient does not depend
+            on how the samples are distributed.
 
     Attributes:
         train_loss: of the last micro-step, on the device; None before the first.
-        results: the submission of the last validation or prediction, on the first process; with an
-            empty list for each sample that has none (``data.on_missing=skip``).
-        scores, scored_step: of the last validation, and the optimizer step it stood at.
-        samples_per_s: samples of all processes a second in the last validation, on the first
-            process; without the metric.
+        results: submission entries of the last validation or prediction, on rank 0; an empty list
+            for each sample without results (``data.on_missing=skip``).
+        scores, scored_step: of the last validation, and its optimizer step.
+        samples_per_s: samples of all processes per second in the last validation, on rank 0;
+            without the time for the metric.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DetectionModule(L.LightningModule):
             raise InputError(f"loss_norm={loss_norm} is unknown; use loss_norm=batch or effective")
         self.loss_norm = loss_norm
         self.train_loss: Tensor | None = None
-        self._counts: dict[str, Tensor] | None = None
+        self._normalizers: dict[str, Tensor] | None = None
         self.network = network
         self.loss = loss
         self.inputs = inputs
@@ -111,15 +111,15 @@ class DetectionModule(L.LightningModule):
         self._frozen = [] if optim is None else self._freeze(optim)
 
     def use_tta(self, tta: TestTimeAugmentation) -> None:
-        """Detect in several views of each scene from now on.
+        """Turn on test-time augmentation.
 
         Raises:
-            InputError: the model carries memory from frame to frame, which has one view.
+            InputError: the model is temporal; its memory exists for one view only.
         """
         if self.inputs.history:
             raise InputError(
-                f"tta is for models of single frames and this one reads {self.inputs.history} "
-                f"earlier ones; set tta=null"
+                f"tta needs a single-frame model and this one reads {self.inputs.history} earlier "
+                "frames; set tta=null"
             )
         self.tta = tta
 
@@ -130,15 +130,15 @@ class DetectionModule(L.LightningModule):
             data.warn_of_derived_motion()
 
     def train(self, mode: bool = True) -> "DetectionModule":
-        """Training mode, all but what ``optim`` freezes."""
+        """Set training mode; frozen modules stay in evaluation mode."""
         super().train(mode)
         if mode:
-            for part in self._frozen:
-                part.eval()
+            for module in self._frozen:
+                module.eval()
         return self
 
     def forward(self, batch: Batch) -> Any:
-        """Predictions for a batch; what every step calls."""
+        """Predictions of the network for a batch."""
         return self.network(batch)
 
     def pipeline_parts(self, row_parallel: RowParallel) -> ModelPartition:
@@ -149,23 +149,27 @@ class DetectionModule(L.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         if self.loss_norm == "effective" and batch_idx % self.trainer.accumulate_grad_batches == 0:
             stream: Any = self.trainer.train_dataloader
-            self._counts = self._count(stream.window)
+            self._normalizers = self._sum_normalizers(stream.window)
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return self.report(self.compute_terms(self(batch), batch), batch)
+        return self.log_loss(self.compute_loss(self(batch), batch), batch)
 
-    def compute_terms(
-        self, predictions: Any, batch: Batch, num_pieces: int = 1
+    def compute_loss(
+        self, predictions: Any, batch: Batch, num_chunks: int = 1
     ) -> dict[str, Tensor]:
-        """The weighted terms of a training step's loss, or of one of the pieces that its batch is
-        cut into and whose mean is trained."""
-        counts = self._counts
-        if counts is not None:
-            counts = {name: count / num_pieces for name, count in counts.items()}
-        return self._losses(predictions, batch, counts)
+        """Weighted loss terms of a training step.
 
-    def report(self, terms: dict[str, Tensor], batch: Batch) -> dict[str, Any]:
-        """Log the terms of a training step; what the step returns."""
+        Args:
+            num_chunks: the batch is one of so many chunks of a micro-batch, over which the caller
+                averages the loss.
+        """
+        normalizers = self._normalizers
+        if normalizers is not None:
+            normalizers = {name: value / num_chunks for name, value in normalizers.items()}
+        return self._compute_terms(predictions, batch, normalizers)
+
+    def log_loss(self, terms: dict[str, Tensor], batch: Batch) -> dict[str, Any]:
+        """Log the loss terms of a training step; returns the step's outputs for Lightning."""
         loss = torch.stack(list(terms.values())).sum()
         self.train_loss = loss.detach()
         logged = {f"train/{name}": value.detach() for name, value in terms.items()}
@@ -180,27 +184,27 @@ class DetectionModule(L.LightningModule):
         self.results = {}
         self._began = time.perf_counter()
         if dist.is_initialized():
-            # Each process has its own batch-norm statistics, a checkpoint those of the first: score
-            # what is saved.
+            # Batch-norm statistics differ between processes; score with those of rank 0, which a
+            # checkpoint holds.
             for buffer in self.buffers():
                 dist.broadcast(buffer, src=0)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Boxes3D]:
         predictions = self(batch)
         if batch.targets is not None:
-            terms = self._losses(predictions, batch)
+            terms = self._compute_terms(predictions, batch)
             loss = torch.stack(list(terms.values())).sum()
-            # A rank that is done early repeats a sample, which must not weigh twice.
+            # A rank that runs out of samples repeats one, which must not count twice.
             num_new = sum(token not in self.results for token in batch.sample_tokens)
             self.log("val/loss", loss, batch_size=num_new, sync_dist=True)
-        return {"boxes": self._collect(predictions, batch)}
+        return {"boxes": self._store_results(predictions, batch)}
 
     def on_validation_epoch_end(self) -> None:
         found = self._gather(self.results)
         self.samples_per_s = len(found) / (time.perf_counter() - self._began)
         if self.trainer.sanity_checking:
             return
-        self.results = self._complete("val", found)
+        self.results = self._select_expected("val", found)
         if self.evaluator is None:
             return
         scores: list[Scores | Exception | None] = [None]
@@ -215,10 +219,10 @@ class DetectionModule(L.LightningModule):
         if dist.is_initialized():
             dist.broadcast_object_list(scores, src=0, group=_host_group(dist.group.WORLD))
         if isinstance(scores[0], Exception):
-            raise scores[0]  # on every process: none waits for the first
+            raise scores[0]  # on every process, so that none waits for rank 0
         assert scores[0] is not None
         self.scores, self.scored_step = scores[0], self.global_step
-        # Equal on all processes already; sync_dist keeps Lightning from doubting it.
+        # Equal on all processes already; without sync_dist Lightning warns.
         values = {f"val/{name}": value for name, value in self.scores.to_log().items()}
         self.log_dict(values, sync_dist=True)
 
@@ -226,10 +230,10 @@ class DetectionModule(L.LightningModule):
         self.results = {}
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Boxes3D:
-        return self._collect(self(batch), batch)
+        return self._store_results(self(batch), batch)
 
     def on_predict_epoch_end(self) -> None:
-        self.results = self._complete("predict", self._gather(self.results))
+        self.results = self._select_expected("predict", self._gather(self.results))
 
     def configure_optimizers(self) -> Any:
         if self.optim is None:
@@ -262,61 +266,69 @@ class DetectionModule(L.LightningModule):
             progress[kind] = {name: old + difference for name, old in progress[kind].items()}
 
     def _freeze(self, optim: OptimizerFactory) -> list[nn.Module]:
-        """Take the gradients off what has a learning rate of 0, here and not when the optimizer is
-        built: DDP has looked at the parameters by then. Returns the modules all of which is frozen.
+        """Freeze parameters with the multiplier 0; returns the modules that are frozen completely.
+
+        This happens before the optimizer is built, because DDP inspects the parameters before.
         """
         parameters = dict(self.named_parameters())
         multipliers = match_multipliers(optim.multipliers, list(parameters))
         frozen = {parameters[name] for name, multiplier in multipliers.items() if multiplier == 0}
         for parameter in frozen:
             parameter.requires_grad_(False)
-        parts = []
-        for part in self.modules():
-            own = set(part.parameters())
+        frozen_modules = []
+        for module in self.modules():
+            own = set(module.parameters())
             if own and own <= frozen:
-                parts.append(part.eval())
-        return parts
+                frozen_modules.append(module.eval())
+        return frozen_modules
 
-    def _count(self, window: Sequence[Batch]) -> dict[str, Tensor]:
-        """What the terms of each micro-step are divided by, so that Lightning's mean over the
-        micro-steps and the mean of the gradients over the processes give the sum over all samples
-        divided by the count of all samples."""
+    def _sum_normalizers(self, window: Sequence[Batch]) -> dict[str, Tensor]:
+        """Normalizers of each loss term over all micro-steps and processes of an optimizer step.
+
+        They are divided by the number of micro-steps and processes, because Lightning averages the
+        losses over the former and DDP the gradients over the latter: the gradient is then that of
+        the sum over all samples, divided by the number of targets in all samples.
+
+        Args:
+            window: this process's batches of the optimizer step.
+        """
         total: dict[str, Tensor] = {}
         for batch in window:
             frame = replace(batch, history=()).to(self.device)
-            for name, count in self.loss.count(self.network, frame).items():
+            for name, count in self.loss.normalizers(self.network, frame).items():
                 total[name] = total.get(name, 0) + count
         counts = torch.stack(list(total.values())).float()
         if dist.is_initialized():
             dist.all_reduce(counts)
-        parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return dict(zip(total, counts.clamp(min=1) / parts, strict=True))
+        num_batches = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return dict(zip(total, counts.clamp(min=1) / num_batches, strict=True))
 
-    def _losses(
-        self, predictions: Any, batch: Batch, counts: dict[str, Tensor] | None = None
+    def _compute_terms(
+        self, predictions: Any, batch: Batch, normalizers: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         if batch.targets is None:
             raise InputError(
                 f"the samples {', '.join(batch.sample_tokens)} have no annotations to train on; "
                 "use a split that has them (v1.0-test has none)"
             )
-        if counts is None:
+        if normalizers is None:
             return self.loss(predictions, batch.targets)
-        return self.loss(predictions, batch.targets, counts)
+        return self.loss(predictions, batch.targets, normalizers)
 
-    def _collect(self, predictions: Any, batch: Batch) -> Boxes3D:
+    def _store_results(self, predictions: Any, batch: Batch) -> Boxes3D:
+        """Decode predictions and keep them as submission entries; returns the boxes."""
         boxes = self._detect(predictions, batch)
         names = None if self.evaluator is None else self.evaluator.detection_names
         entries = to_entries(
             boxes, batch.global_from_lidar, batch.sample_tokens, self.classes, names
         )
-        # The first result counts: a repeated sample has lost the memory of the frame before.
+        # The first result is kept: a repeated sample ran without the memory of the previous frame.
         for token, found in entries.items():
             self.results.setdefault(token, found)
         return boxes
 
     def _detect(self, predictions: Any, batch: Batch) -> Boxes3D:
-        """The boxes of a batch, with test-time augmentation those of all views."""
+        """Boxes of a batch; with test-time augmentation, merged from all views."""
         decode: Callable[[Any], Boxes3D] = self.network.decode  # type: ignore[assignment]
         boxes = decode(predictions)
         if self.tta is None:
@@ -328,8 +340,8 @@ class DetectionModule(L.LightningModule):
         return merge_views(views, self.tta.reach)
 
     def _gather(self, results: Entries) -> Entries:
-        """All processes' results on the first one, of a sample that several have the first's; on
-        the others their own."""
+        """All processes' results on rank 0, and each process's own elsewhere; of duplicate samples
+        the result of the lowest rank."""
         if not dist.is_initialized():
             return results
         first = self.global_rank == 0
@@ -341,10 +353,12 @@ class DetectionModule(L.LightningModule):
                 gathered.setdefault(token, entries)
         return gathered
 
-    def _complete(self, name: Literal["val", "predict"], found: Entries) -> Entries:
-        """Results of the samples that the evaluation answers for, in the split's order: all of the
-        split or, where ``limit_..._batches`` stops it early, those of the batches that were to be
-        read. A sample without results gets an empty list."""
+    def _select_expected(self, name: Literal["val", "predict"], found: Entries) -> Entries:
+        """Results of the samples that the evaluation must cover, in the split's order.
+
+        These are all samples of the split or, if ``limit_val_batches`` or ``limit_predict_batches``
+        ends it early, those of the batches up to it. A sample without results gets an empty list.
+        """
         data = self._datamodule()
         if data is None:
             return found
@@ -374,13 +388,13 @@ class DetectionModule(L.LightningModule):
 
 @lru_cache(maxsize=1)
 def _host_group(world: Any) -> Any:
-    """A group of all processes for objects that lie on the host. The others wait in it while the
-    first one scores, for which the half hour or less of the default group may be too short."""
+    """A gloo group of all processes, for Python objects. The others wait in it while rank 0 scores,
+    which may take longer than the default group's timeout."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=2))
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that any process can unpickle and raise, with the traceback as its text."""
+    """The error in a form that every process can unpickle and raise, with its traceback as text."""
     if isinstance(error, InputError):
         return error
     return RuntimeError(f"process 0 failed to score:\n{''.join(traceback.format_exception(error))}")

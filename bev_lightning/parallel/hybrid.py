@@ -104,7 +104,7 @@ class HybridStrategy(DDPStrategy):
         self._fresh = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, held, strict=True):
             parameter.grad = gradient
-        return self._module.report(terms, batch)
+        return self._module.log_loss(terms, batch)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Add the gradients of the micro-step; at the end of an accumulation those of all
@@ -147,7 +147,7 @@ class HybridStrategy(DDPStrategy):
             assert self._mesh is not None
             self._pipes[key] = PipelineRunner(
                 self._stages,
-                partial(self._module.compute_terms, num_pieces=self.micro_batches),
+                partial(self._module.compute_loss, num_chunks=self.micro_batches),
                 self.schedule,
                 self.micro_batches,
                 self._mesh.get_group("pipeline"),

@@ -13,7 +13,8 @@ from bev_lightning.benchmarks.random_batches import make_batch
 from bev_lightning.config.compose import load_config
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.compilation import check_compiler, compile_network
-from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
+from bev_lightning.losses.bevfusion import BEVFusionLoss
+from bev_lightning.losses.transfusion import TransFusionLoss
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.models.image import ResNet
 from bev_lightning.models.swin import Swin

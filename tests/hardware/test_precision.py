@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bev_lightning.hardware.precision import Float8, Float16, fits_fp8, set_tf32
-from bev_lightning.losses.detection import CentreLoss
+from bev_lightning.losses.centre import CentreLoss
 from bev_lightning.losses.set_prediction import SetPredictionLoss
 from bev_lightning.models import bev_encoder, bevformer_head, lift
 from bev_lightning.models import object_queries as query_start

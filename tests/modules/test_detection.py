@@ -15,7 +15,8 @@ from bev_lightning.callbacks.health import FiniteLoss
 from bev_lightning.config.compose import load_config
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
-from bev_lightning.losses.detection import BEVFusionLoss, TransFusionLoss
+from bev_lightning.losses.bevfusion import BEVFusionLoss
+from bev_lightning.losses.transfusion import TransFusionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.modules.detection import DetectionModule, _portable

@@ -90,7 +90,7 @@ def test_two_times_one_is_two(name: str, make_module: Make, make_batch: Make) ->
     assert published > 1e-2
 
 
-def test_counts_are_of_all_processes(
+def test_normalizers_are_of_all_processes(
     make_module: Make, make_batch: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window = [make_batch(0, (2,)), make_batch(1, (3,))]
@@ -98,18 +98,18 @@ def test_counts_are_of_all_processes(
     module._trainer = SimpleNamespace(accumulate_grad_batches=2, world_size=4)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda counts: counts.mul_(4))
-    counts = module._count(window)
+    counts = module._sum_normalizers(window)
     assert float(counts["class"]) == float(counts["box"]) == 5 * 4 / (2 * 4)
     assert float(counts["denoising_box"]) == 2 * 5 * 4 / (2 * 4)
-    nothing = module._count([make_batch(2, (0,))])
+    nothing = module._sum_normalizers([make_batch(2, (0,))])
     assert float(nothing["class"]) == 1 / (2 * 4)
 
 
-def test_losses_divide_by_what_they_count(make_module: Make, make_batch: Make) -> None:
+def test_losses_divide_by_their_normalizers(make_module: Make, make_batch: Make) -> None:
     batch = make_batch(5)
     for name in ("bevfusion", "bevformer", "learned"):
         module = make_module(name)
-        counts = module.loss.count(module.network, batch)
+        counts = module.loss.normalizers(module.network, batch)
         predictions = module.network.train()(batch)
         own = module.loss(predictions, batch.targets)
         given = module.loss(predictions, batch.targets, counts)

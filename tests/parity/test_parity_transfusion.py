@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bev_lightning.checkpointing.official_names import official_transfusion_keys
-from bev_lightning.losses.detection import TransFusionLoss
 from bev_lightning.losses.heatmap import gaussian_heatmap
 from bev_lightning.losses.iou import pairwise_iou
 from bev_lightning.losses.matching import TransFusionMatcher, distance_cost, focal_cost
+from bev_lightning.losses.transfusion import TransFusionLoss
 from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.models.selection import BoxSelection
 from bev_lightning.ops.nms import circle_nms

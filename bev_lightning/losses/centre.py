@@ -1,0 +1,90 @@
+"""CenterPoint's loss (Yin et al., CVPR 2021)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bev_lightning.losses.functional import (
+    CODE_WEIGHTS,
+    gaussian_focal_loss,
+    masked_l1_loss,
+    normalizer,
+)
+from bev_lightning.losses.heatmap import gaussian_heatmap
+from bev_lightning.structures import Batch, Boxes3D
+from bev_lightning.structures.constants import constant
+from bev_lightning.structures.predictions import BoxCodec, HeatmapPredictions
+
+
+class CentreLoss:
+    """CenterPoint's loss: Gaussian focal on the class heatmap, L1 on the box predicted by the cell
+    that holds a box's centre. Boxes outside the grid are left out, and unknown velocities.
+
+    Args:
+        box_weight, heatmap_weight: of the two terms.
+        code_weights: of the ten numbers of a box in the L1 term.
+        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+    """
+
+    def __init__(
+        self,
+        box_weight: float = 0.25,
+        heatmap_weight: float = 1.0,
+        code_weights: Sequence[float] = CODE_WEIGHTS,
+        min_overlap: float = 0.1,
+        min_radius_cells: int = 2,
+    ) -> None:
+        self.box_weight, self.heatmap_weight = box_weight, heatmap_weight
+        self.code_weights = tuple(map(float, code_weights))
+        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+
+    def __call__(
+        self,
+        predictions: HeatmapPredictions,
+        targets: Boxes3D,
+        normalizers: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Weighted scalars ``heatmap`` and ``box``.
+
+        Args:
+            normalizers: what each term is divided by; None for the batch's own
+                :meth:`normalizers`.
+        """
+        codec, logits = predictions.codec, predictions.heatmap
+        with torch.autocast(logits.device.type, enabled=False):
+            heatmap = self._heatmap(codec, logits.shape[1], targets)
+            wanted = codec.encode(targets)  # (B, M, 10)
+            cell, inside = self._find_cells(codec, wanted, targets.valid)
+            predicted = predictions.code.flatten(2).transpose(1, 2)  # (B, Y * X, 10)
+            predicted = predicted.gather(1, cell.unsqueeze(-1).expand_as(wanted))
+            weight = inside.unsqueeze(-1) * constant(self.code_weights, predicted)
+            by_box = masked_l1_loss(predicted, wanted, weight).sum()
+            peaks = None if normalizers is None else normalizers["heatmap"]
+            return {
+                "heatmap": self.heatmap_weight * gaussian_focal_loss(logits, heatmap, peaks),
+                "box": self.box_weight * by_box / normalizer(inside.sum(), normalizers, "box"),
+            }
+
+    def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
+        """What the terms of a batch are divided by, before anything is predicted: peaks of the
+        heatmap, boxes in the grid."""
+        head, targets = network.head, batch.targets
+        assert targets is not None
+        heatmap = self._heatmap(head.codec, head.num_classes, targets)
+        _, inside = self._find_cells(head.codec, head.codec.encode(targets), targets.valid)
+        return {"heatmap": (heatmap == 1).sum(), "box": inside.sum()}
+
+    def _heatmap(self, codec: BoxCodec, num_classes: int, targets: Boxes3D) -> Tensor:
+        return gaussian_heatmap(
+            targets, codec.grid, num_classes, self.min_overlap, self.min_radius_cells
+        )
+
+    @staticmethod
+    def _find_cells(codec: BoxCodec, code: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The cell ``(B, M)`` that holds each box's centre, and whether the grid has it."""
+        height, width = codec.grid.shape
+        i, j = code[..., 0].nan_to_num().floor(), code[..., 1].nan_to_num().floor()
+        inside = valid & (i >= 0) & (i < width) & (j >= 0) & (j < height)
+        return (j * width + i).long() * inside, inside

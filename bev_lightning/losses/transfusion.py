@@ -1,0 +1,129 @@
+"""TransFusion's loss (Bai et al., CVPR 2022)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bev_lightning.losses.functional import (
+    CODE_WEIGHTS,
+    gaussian_focal_loss,
+    masked_l1_loss,
+    normalizer,
+    sigmoid_focal_loss,
+)
+from bev_lightning.losses.heatmap import gaussian_heatmap
+from bev_lightning.losses.matching import Assignment, Matching, TransFusionMatcher
+from bev_lightning.structures import Batch, Boxes3D
+from bev_lightning.structures.constants import constant
+from bev_lightning.structures.predictions import BoxCodec, TransFusionPredictions
+
+
+class TransFusionLoss:
+    """TransFusion's loss: Gaussian focal on the class heatmap; focal and L1 on the matched queries
+    of each layer.
+
+    A frame without boxes, or a batch of them, trains: its heatmap and queries learn background,
+    the box term is 0. Of a box with unknown velocity only the velocity is left out (the published
+    code trains it towards standing still, because its data reader writes 0 for unknown).
+
+    As published, the terms of every layer are divided by the number of matched queries in all
+    layers and samples together, at least 1.
+
+    Args:
+        class_weight, box_weight, heatmap_weight: of the three terms.
+        code_weights: of the ten numbers of a box in the L1 term.
+        matcher: None takes the published costs.
+        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+    """
+
+    def __init__(
+        self,
+        class_weight: float = 1.0,
+        box_weight: float = 0.25,
+        heatmap_weight: float = 1.0,
+        code_weights: Sequence[float] = CODE_WEIGHTS,
+        matcher: TransFusionMatcher | None = None,
+        min_overlap: float = 0.1,
+        min_radius_cells: int = 2,
+    ) -> None:
+        self.class_weight, self.box_weight = class_weight, box_weight
+        self.heatmap_weight = heatmap_weight
+        self.code_weights = tuple(map(float, code_weights))
+        self.matcher = TransFusionMatcher() if matcher is None else matcher
+        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+
+    def __call__(
+        self,
+        predictions: TransFusionPredictions,
+        targets: Boxes3D,
+        normalizers: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Weighted scalars ``heatmap``, ``class`` and ``box``; the layers are summed.
+
+        Args:
+            normalizers: what each term is divided by; None for the batch's own
+                :meth:`normalizers`.
+        """
+        with torch.autocast(predictions.heatmap.device.type, enabled=False):
+            matching = self.match(predictions, targets)
+            by_heatmap = self.heatmap_term(predictions, targets, normalizers)
+            by_class, by_box = self.layer_terms(
+                predictions, targets, matching.finish(), normalizers
+            )
+            return {"heatmap": by_heatmap, "class": by_class.sum(), "box": by_box.sum()}
+
+    def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
+        """What the terms of a batch are divided by, before anything is predicted: peaks of the
+        heatmap, matched queries of all layers."""
+        head, targets = network.head, batch.targets
+        assert targets is not None
+        wanted = self._heatmap(head.codec, head.num_classes, targets)
+        matched = targets.valid.sum(-1).clamp(max=head.num_queries).sum() * len(head.decoder)
+        return {"heatmap": (wanted == 1).sum(), "class": matched, "box": matched}
+
+    def match(self, predictions: TransFusionPredictions, targets: Boxes3D) -> Matching:
+        """Begin to find which query answers for which box."""
+        codec = predictions.codec
+        return self.matcher(
+            predictions.logits.detach(),
+            codec.footprints(predictions.code.detach()),
+            targets.label,
+            codec.footprints(codec.encode(targets)),
+            targets.valid,
+            codec.grid,
+        )
+
+    def heatmap_term(
+        self,
+        predictions: TransFusionPredictions,
+        targets: Boxes3D,
+        normalizers: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        wanted = self._heatmap(predictions.codec, predictions.heatmap.shape[1], targets)
+        count = None if normalizers is None else normalizers["heatmap"]
+        return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted, count)
+
+    def _heatmap(self, codec: BoxCodec, num_classes: int, targets: Boxes3D) -> Tensor:
+        return gaussian_heatmap(
+            targets, codec.grid, num_classes, self.min_overlap, self.min_radius_cells
+        )
+
+    def layer_terms(
+        self,
+        predictions: TransFusionPredictions,
+        targets: Boxes3D,
+        assignment: Assignment,
+        normalizers: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Weighted class and box terms of each layer, ``(L,)`` each."""
+        num_positive = normalizer(assignment.positive.sum(), normalizers, "class")
+        num_classes = predictions.logits.shape[-1]
+        background = torch.full_like(assignment.box, num_classes)
+        labels = torch.where(assignment.positive, assignment.gather(targets.label), background)
+        by_class = sigmoid_focal_loss(predictions.logits, labels).sum((1, 2, 3))
+        wanted = assignment.gather(predictions.codec.encode(targets))
+        weight = assignment.positive.unsqueeze(-1) * constant(self.code_weights, predictions.code)
+        by_box = masked_l1_loss(predictions.code, wanted, weight).sum((1, 2, 3))
+        return self.class_weight * by_class / num_positive, self.box_weight * by_box / num_positive
