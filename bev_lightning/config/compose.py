@@ -74,6 +74,11 @@ def load_config(verb: str, overrides: Sequence[str] = ()) -> DictConfig:
     return cfg
 
 
+def get_value(cfg: DictConfig, key: str) -> Any:
+    """The value of a dotted key; None where there is none."""
+    return OmegaConf.select(cfg, key, default=None)
+
+
 def quote_choices(argv: Sequence[str]) -> list[str]:
     """``precision=16`` -> ``precision='16'``, also in lists, behind ``+`` or ``++`` and with ``@``.
 

@@ -1,4 +1,4 @@
-"""What ``auto`` means on a machine."""
+"""Resolves a configuration for a machine: replaces interpolations and every ``auto``."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from bev_lightning.config.aliases import rename_targets
 from bev_lightning.config.compose import config_dir
-from bev_lightning.config.strategy import WHOLE, count_columns, name_strategy, resolve_strategy
+from bev_lightning.config.strategy import WHOLE, count_replicas, name_strategy, resolve_strategy
 from bev_lightning.data.loaders.auto import choose_loader, choose_loader_name
 from bev_lightning.hardware.batch_plan import BatchPlan
 from bev_lightning.hardware.machine import Machine, choose_num_workers
 
 
 def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> DictConfig:
-    """A new configuration without interpolations and without ``auto``; ``cfg`` stays as it was.
+    """A new, read-only configuration without interpolations and ``auto``; ``cfg`` is not changed.
 
     On a CPU precision ``auto`` is float32: bf16 and fp16 convolutions are tens of times slower.
 
@@ -48,9 +48,9 @@ def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> D
 
 
 def plan_batch(resolved: DictConfig) -> BatchPlan:
-    """How the samples of an optimizer step come together."""
+    """The samples per optimizer step of a resolved configuration."""
     return BatchPlan(
-        num_processes=count_columns(resolved),
+        num_processes=count_replicas(resolved),
         batch_size=resolved.data.batch_size,
         accumulation=resolved.trainer.accumulate_grad_batches,
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from bev_lightning.checks import check_number
 from bev_lightning.classes import check_classes
 from bev_lightning.data.batch_stream import (
     BatchStream,
@@ -117,11 +118,8 @@ class DetectionDataModule(LightningDataModule):
         super().__init__()
         check_on_missing(on_missing)
         check_classes(classes, class_of_category)
-        if batch_size < 1 or val_batch_size < 1:
-            raise InputError(
-                f"data.batch_size={batch_size} and data.val_batch_size={val_batch_size} must be at "
-                "least 1"
-            )
+        check_number("data.batch_size", batch_size)
+        check_number("data.val_batch_size", val_batch_size)
         if synthetic is not None and synthetic.version != version:
             raise InputError(
                 f"data.version={version} and data.synthetic.version={synthetic.version} differ; "

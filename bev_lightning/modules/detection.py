@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
+from bev_lightning.checks import check_choice
 from bev_lightning.errors import InputError
 from bev_lightning.losses.protocol import DetectionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator, Scores
@@ -90,8 +91,7 @@ class DetectionModule(L.LightningModule):
         loss_norm: Literal["batch", "effective"] = "batch",
     ) -> None:
         super().__init__()
-        if loss_norm not in ("batch", "effective"):
-            raise InputError(f"loss_norm={loss_norm} is unknown; use loss_norm=batch or effective")
+        check_choice("loss_norm", loss_norm)
         self.loss_norm = loss_norm
         self.train_loss: Tensor | None = None
         self._normalizers: dict[str, Tensor] | None = None

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from bev_lightning.checks import check_number
 from bev_lightning.errors import InputError
 
 
@@ -38,11 +39,7 @@ class WarmupSchedule:
                 f"scheduler.shape={self.shape} is unknown; use cosine, onecycle or constant"
             )
         for name in ("start_factor", "end_factor"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(
-                    f"scheduler.{name}={getattr(self, name)} must be a number of at least 0; set "
-                    f"scheduler.{name}, for example 0.1"
-                )
+            check_number(f"scheduler.{name}", getattr(self, name))
         if not 0 <= self.warmup <= 1:
             raise InputError(
                 f"scheduler.warmup={self.warmup} is a share of all steps; use a number from 0 to 1"

@@ -116,12 +116,18 @@ def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence
         ),
         (["precision=fp8", "precision.recipe=row"], "precision.recipe=row is unknown; use"),
         (["precision=16", "precision.loss_scale=0"], "precision.loss_scale=0 must be dynamic or a"),
-        (["precision.tf32=yes_please"], "precision.tf32=yes_please must be true or false"),
+        (
+            ["precision.tf32=yes_please"],
+            "precision.tf32=yes_please is unknown; use precision.tf32=true or false",
+        ),
         (["optim.lr=inf"], "optim.lr=inf must be a positive number"),
         (["scheduler.start_factor=-1"], "scheduler.start_factor=-1 must be a number of at least 0"),
-        (["optim.scale_lr=cubic"], "optim.scale_lr=cubic is unknown; use optim.scale_lr=linear"),
-        (["optim.scale_lr=linear"], "scales from optim.base_batch=None, which must be a whole"),
-        (["auto_batch=maybe"], "auto_batch=maybe must be true or false"),
+        (
+            ["optim.scale_lr=cubic"],
+            "optim.scale_lr=cubic is unknown; use optim.scale_lr=null, linear",
+        ),
+        (["optim.scale_lr=linear"], "needs optim.base_batch=None to be a whole number"),
+        (["auto_batch=maybe"], "auto_batch=maybe is unknown; use auto_batch=true or false"),
         (["auto_batch=true", "resume=a.ckpt"], "auto_batch=true would change the batches of the"),
         (["auto_batch=true", "hardware=4n1x4090"], "tries on one machine and hardware.nodes=4"),
         (["strategy=single", "hardware.devices=2"], "strategy=single is one process"),
@@ -131,7 +137,7 @@ def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence
         (["hardware=1x3090", "strategy=fsdp", "precision=16"], "does not scale the loss"),
         (
             ["hardware=1x4090", "strategy=fsdp", "precision=fp8"],
-            "strategy=fsdp does not know the layers",
+            "strategy=fsdp does not support precision=fp8",
         ),
         (["strategy=fsdp", "callbacks=ema"], "callbacks=ema averages whole weights"),
         (["trainer.accumulate_grad_batches=0"], "must be a whole number of at least 1"),
@@ -201,9 +207,10 @@ def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data.root=/nowhere does not exist; set data.root to"):
         check_machine(load_config("train", ["data=nuscenes", "data.root=/nowhere"]), CPU)
     (tmp_path / "v1.0-mini").mkdir()
+    (tmp_path / "v1.0-mini" / "sample.json").write_text("[]")
     words = ["data=nuscenes", f"data.root={tmp_path}"]
     with pytest.raises(
-        InputError, match=r"has no folder v1.0-trainval; set data.version=v1.0-mini"
+        InputError, match=r"has no tables v1.0-trainval/.*; set data.version=v1.0-mini"
     ):
         check_machine(load_config("train", words), CPU)
     check_machine(load_config("train", [*words, "data.version=v1.0-mini"]), CPU)
@@ -252,6 +259,7 @@ def test_auto_on_cards() -> None:
 def test_a_home_directory_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x" / "v1.0-trainval").mkdir(parents=True)
+    (tmp_path / "x" / "v1.0-trainval" / "sample.json").write_text("[]")
     cfg = load_config("train", ["data=nuscenes", "data.root=~/x"])
     check_machine(cfg, CPU)
     plain = resolve(cfg, CPU)
@@ -295,9 +303,12 @@ def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["loader.pin_memory=banana"], "loader.pin_memory=banana is unknown; use auto, true or"),
+        (
+            ["loader.pin_memory=banana"],
+            "loader.pin_memory=banana is unknown; use loader.pin_memory=auto, true or",
+        ),
         (["loader=zero_copy", "loader.full_decode=1"], "loader.full_decode=1 is unknown; use"),
-        (["data.cache=tape"], "data.cache=tape is unknown; use none, ram or disk"),
+        (["data.cache=tape"], "data.cache=tape is unknown; use data.cache=none, ram or disk"),
         (["data.cache=ram", "loader=dali"], "data.cache=ram keeps images .* use loader=zero_copy"),
         (["data.cache_gib=-1"], "data.cache_gib=-1 must be a number of at least 0"),
         (["loader=dali_prefetch", "loader.image_queue=0"], "loader.image_queue=0 must be"),

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from bev_lightning.classes import CLASS_OF_CATEGORY
 from bev_lightning.data.atomic_files import lock
+from bev_lightning.data.checks import check_cache_dir, check_data_root
 from bev_lightning.data.nuscenes.build_index import stamp_tables, write_index
 from bev_lightning.data.nuscenes.json_tables import check_name
 from bev_lightning.data.nuscenes.sample import Annotations, Readings, Sample
@@ -218,12 +219,10 @@ def open_index(
     Raises:
         InputError: the root or the version is absent, or the tables are broken.
     """
-    root = resolve_root(root, version)
+    check_name(version, "data.version")
+    root = check_data_root(root, version)
+    check_cache_dir(cache_dir, root)
     cache = Path(cache_dir).expanduser().resolve()
-    if cache == root or root in cache.parents:
-        raise InputError(
-            f"paths.cache {cache} lies inside data.root {root}: choose a folder outside it"
-        )
     path = index_path(root, version, cache)
     stamp = stamp_tables(root, version, num_workers, reference)
     index = _open_current(path, root, stamp, class_of_category)
@@ -236,23 +235,6 @@ def open_index(
             write_index(path, root, version, stamp, num_workers, reference, alone)
             index = Index(path, root, class_of_category)
     return index
-
-
-def resolve_root(root: Path | str, version: str) -> Path:
-    """Canonical path of a data root. Raises InputError if it or the version's tables are absent."""
-    check_name(version, "data.version")
-    resolved = Path(root).expanduser().resolve()
-    if not resolved.is_dir():
-        raise InputError(
-            f"data.root={root} is not a folder: set it to the folder of samples/ and {version}/"
-        )
-    if not (resolved / version / "sample.json").is_file():
-        found = sorted(p.parent.name for p in resolved.glob("*/sample.json"))
-        raise InputError(
-            f"data.root={root} holds no tables {version}/*.json; versions there: "
-            f"{', '.join(found) or 'none'}; set data.version"
-        )
-    return resolved
 
 
 def index_path(root: Path, version: str, cache: Path) -> Path:

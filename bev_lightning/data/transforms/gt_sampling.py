@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bev_lightning.classes import DETECTION_CLASSES
+from bev_lightning.data.checks import check_gt_sampling
 from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Boxes3D, Inputs, LidarInput
@@ -46,27 +47,10 @@ class GTSampling:
 
 
 def check_lidar_only(inputs: Inputs) -> LidarInput:
-    """The lidar of a model that objects can be pasted for: it reads the lidar and nothing else.
-
-    A pasted object is in the points but not in the images nor among the radar's returns, so that a
-    fusion would learn to distrust them; the published fusion stage trains without pasting too.
-
-    Raises:
-        InputError: the model reads another sensor, or earlier key frames.
-    """
-    others = [name for name in ("camera", "radar") if getattr(inputs, name) is not None]
-    if inputs.lidar is None or others or inputs.history:
-        found = (
-            "no lidar"
-            if inputs.lidar is None
-            else " and ".join(others)
-            if others
-            else f"{inputs.history} earlier key frames"
-        )
-        raise InputError(
-            f"data.gt_sampling puts objects into the lidar's points alone and this model reads "
-            f"{found}, where they would be missing: set data.gt_sampling=null"
-        )
+    """The lidar of a model that objects can be pasted for, see :func:`check_gt_sampling`."""
+    sensors = [name for name in ("camera", "lidar", "radar") if getattr(inputs, name) is not None]
+    check_gt_sampling(sensors, inputs.history)
+    assert inputs.lidar is not None
     return inputs.lidar
 
 

@@ -242,9 +242,9 @@ def test_unknown_split_root_version_and_cache_are_refused(make_tree, tmp_path: P
     assert index.split("mini_val") == ["scene-0103_0", "scene-0103_1"]
     with pytest.raises(InputError, match="'mini_tset': use one of mini_train, mini_val"):
         index.split("mini_tset")
-    with pytest.raises(InputError, match=r"data.root=/nowhere is not a folder"):
+    with pytest.raises(InputError, match=r"data.root=/nowhere does not exist"):
         open_index("/nowhere", VERSION, tmp_path / "cache")
-    with pytest.raises(InputError, match="versions there: v1.0-mini"):
+    with pytest.raises(InputError, match="set data.version=v1.0-mini"):
         open_index(root, "v1.0-trainval", tmp_path / "cache")
     with pytest.raises(InputError, match="lies inside data.root"):
         open_index(root, VERSION, root / "cache")
