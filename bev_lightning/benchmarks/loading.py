@@ -24,11 +24,13 @@ from torch.utils.data import DataLoader, Dataset
 from bev_lightning.benchmarks.random_sensor_files import make_recordings
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.benchmarks.timing import time_all
-from bev_lightning.data.loaders.decode import normalise, read_image_into, read_points_into
+from bev_lightning.data.loaders.decode import read_image_into, read_points_into
 from bev_lightning.data.loaders.image_cache import ImageCache, open_image_cache
 from bev_lightning.data.loaders.protocol import Loader
+from bev_lightning.data.loaders.reference import normalise_images, read_image, read_points
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
-from bev_lightning.data.loaders.torch import TorchLoader, normalise_images, read_image, read_points
+from bev_lightning.data.loaders.slot_batch import normalise
+from bev_lightning.data.loaders.torch import TorchLoader
 from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerPool
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.frame import FrameSource

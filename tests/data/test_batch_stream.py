@@ -24,7 +24,7 @@ class Echo:
         self.opened.append((start, stop))
         try:
             for micro_step in range(start, stop):
-                yield SimpleNamespace(step=micro_step, places=sampler.batch(micro_step))
+                yield SimpleNamespace(step=micro_step, samples=sampler.batch(micro_step))
         finally:
             self.closed += 1
 
@@ -47,9 +47,9 @@ def test_global_order_does_not_depend_on_ranks(num_samples: int) -> None:
     assert len(one) == len(two[0]) == len(two[1])
     for micro_step in range(2 * len(one)):
         dealt = [
-            places
+            samples
             for pair in zip(*(s.batch(micro_step) for s in two), strict=True)
-            for places in pair
+            for samples in pair
         ]
         assert dealt == one.batch(micro_step)
 
@@ -88,10 +88,10 @@ def test_shares_of_evaluation_are_whole_complete_and_balanced(world_size: int) -
     assert len({len(sampler) for sampler in ranks}) == 1
     owner: dict[int, int] = {}
     for rank, sampler in enumerate(ranks):
-        places = [p for m in range(len(sampler)) for _, p in sampler.batch(m)]
-        assert places == sorted(places)
-        for place in places:
-            owner.setdefault(place, rank)
+        samples = [p for m in range(len(sampler)) for _, p in sampler.batch(m)]
+        assert samples == sorted(samples)
+        for sample in samples:
+            owner.setdefault(sample, rank)
     assert sorted(owner) == list(range(sum(scenes)))
     assert all(len({owner[p] for p in np.flatnonzero(scene_of == s)}) == 1 for s in range(20))
     # Never a scene more than an even share.
@@ -109,11 +109,11 @@ def test_nonsense_is_refused() -> None:
 
 def test_stream_goes_on_where_it_stopped() -> None:
     sampler = TrainSampler(5, 2, seed=9)
-    whole = [b.places for b in BatchStream(Echo(), None, sampler, 8)]
+    whole = [b.samples for b in BatchStream(Echo(), None, sampler, 8)]
     stream = BatchStream(Echo(), None, sampler, 8)
     batches = iter(stream)
     assert stream.loader.opened == []  # iter() alone opens nothing
-    first = [next(batches).places for _ in range(3)]
+    first = [next(batches).samples for _ in range(3)]
     state = stream.state_dict()
     next(batches)  # read ahead, never trained on
     batches.close()
@@ -122,7 +122,7 @@ def test_stream_goes_on_where_it_stopped() -> None:
     resumed = BatchStream(Echo(), None, sampler, 8)
     resumed.load_state_dict(state)
     assert len(resumed) == 8  # the full number, whatever is done
-    assert first + [b.places for b in resumed] == whole
+    assert first + [b.samples for b in resumed] == whole
     assert resumed.loader.opened == [(3, 8)] and resumed.micro_step == 8
     assert [b.step for b in resumed] == list(range(8, 16))  # the next pass
 
@@ -154,8 +154,8 @@ def test_another_order_is_refused() -> None:
 
 def read(streams: list[BatchStream]) -> list[tuple[int, int]]:
     """What all ranks read, dealt out like cards."""
-    steps = [zip(*(b.places for b in step), strict=True) for step in zip(*streams, strict=True)]
-    return [place for step in steps for deal in step for place in deal]
+    steps = [zip(*(b.samples for b in step), strict=True) for step in zip(*streams, strict=True)]
+    return [sample for step in steps for deal in step for sample in deal]
 
 
 @pytest.mark.parametrize(("ranks", "size", "again"), [(1, 4, 0), (4, 1, 0), (1, 2, 0), (2, 5, 8)])
@@ -192,6 +192,6 @@ def test_epochs_go_on_with_whole_accumulations() -> None:
 def test_waiting_is_counted_and_evaluation_starts_afresh() -> None:
     fixed = EvaluationStream(Echo(), None, SceneSampler((3,), 2))
     assert len(fixed) == 2
-    assert [[p for _, p in b.places] for b in fixed] == [[0, 1], [2]]
-    assert [[p for _, p in b.places] for b in fixed] == [[0, 1], [2]]
+    assert [[p for _, p in b.samples] for b in fixed] == [[0, 1], [2]]
+    assert [[p for _, p in b.samples] for b in fixed] == [[0, 1], [2]]
     assert fixed.seconds_waited > 0 and fixed.loader.closed == 2

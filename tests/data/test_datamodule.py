@@ -382,8 +382,8 @@ def test_pasting_is_prepared_for_training_alone(make_data, tmp_path: Path) -> No
     data, module = make_data(gt_sampling=gt_sampling, classes=("car", "bus")), Noisy()
     with pytest.warns(UserWarning, match="the ground-truth database has no") as caught:
         trainer(tmp_path, max_steps=2).fit(module, datamodule=data)
-    said = [str(w.message) for w in caught if "ground-truth database" in str(w.message)]
-    assert len(said) == 1 and "bus" in said[0]
+    messages = [str(w.message) for w in caught if "ground-truth database" in str(w.message)]
+    assert len(messages) == 1 and "bus" in messages[0]
     assert len(list((tmp_path / "cache").glob("*ground-truth-mini_train-1sweeps.arrow"))) == 1
     with pytest.raises(InputError, match="data.gt_sampling=null"):
         make_data(

@@ -34,7 +34,7 @@ def choose_loader(
 def choose_loader_name(
     on_cuda: bool, image_cache: "CacheKind" = "none"
 ) -> Literal["dali_prefetch", "zero_copy"]:
-    """The choice of ``conf/loader/`` that ``loader=auto`` stands for.
+    """Choose one of ``conf/loader/`` for ``loader=auto``.
 
     DALI decodes on the GPU. It has no image cache, and needs CUDA to be the faster one.
     """

@@ -1,50 +1,74 @@
-"""Loading with NVIDIA DALI: worker processes read the files, a compiled graph makes the pixels.
+"""Loading with NVIDIA DALI: worker processes read the files, a compiled graph makes the images.
 
-The graph decodes, resizes the region that the network sees with antialiasing and warps once
-(rotation and placement; a mirror is part of the resize), all cameras of a batch together. Where
-CUDA is, the decoder is the GPU's and all after it runs there; else the same graph runs on the CPU.
+The graph decodes, resizes the region that the network sees with antialiasing, and warps once
+(rotation and crop; the resize mirrors), for all cameras of a batch together. With CUDA it decodes
+and runs on the GPU, else on the CPU.
+
+All files are read and checked in the worker processes, where file and sample are known: an error of
+DALI's decoder names neither and ends the pipeline. Point clouds do not pass through the graph,
+because DALI has no operator that keeps an unknown number of rows.
+
+The workers are those of :mod:`bev_lightning.data.loaders.worker_pool`. DALI's own
+(``parallel=True``) hang when one of them is killed at the wrong moment, and with CUDA they must be
+spawned, which imports torch again for seconds each time a loader opens.
 """
 
+import math
+import queue
+import threading
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline
 from torch import Tensor
 
-from bev_lightning.data.loaders.ahead import Ahead
-from bev_lightning.data.loaders.dali_source import Delivery, EncodedSource
-from bev_lightning.data.loaders.decode import normalise, read_encoded
-from bev_lightning.data.loaders.image_cache import ImageCache
+from bev_lightning.data.loaders.decode import read_encoded
+from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction
 from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
-from bev_lightning.data.loaders.slot_batch import BatchMetadata, assemble_batch, show_clouds
-from bev_lightning.data.loaders.torch import read_image
+from bev_lightning.data.loaders.reference import read_image
+from bev_lightning.data.loaders.slot_batch import (
+    BatchMetadata,
+    SlotArrays,
+    SlotLayout,
+    assemble_batch,
+    normalise,
+    view_clouds,
+)
+from bev_lightning.data.loaders.slot_writer import SlotWriter, describe_killed_worker
 from bev_lightning.data.loaders.undistort import undistort, undistort_on_device
+from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerDiedError, WorkerPool
+from bev_lightning.data.samples.file_sources import ImageSource
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.photometric import apply_colour_changes
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, CameraInput, Points, Radar
 
 Clouds = list[tuple[Points | None, Radar | None]]
+_T = TypeVar("_T")
+# A black image of one pixel, for the graph to decode if a batch cannot be read.
+_BLANK = np.frombuffer(b"P6 1 1 255\n\0\0\0", np.uint8)
 
 
 class DaliLoader:
-    """Batches through a DALI pipeline, equal to the plain loader's.
+    """Loads batches through a DALI pipeline (``loader=dali`` and ``loader=dali_prefetch``).
 
-    Order, matrices and targets are the same to the bit. Pixels come from another resampler of the
-    same kind (bicubic with antialiasing, then bilinear where an image is rotated): real images
-    differ by 0.1 to 0.5 of 255 in the mean and by 6 at most.
+    Order, matrices and targets equal those of the reference loader. Images are resampled by DALI's
+    filters of the same kind (bicubic with antialiasing, then bilinear where an image is rotated):
+    real images differ from the reference by 0.1 to 0.5 of 255 on average, and by 6 at most.
 
-    On CUDA a batch arrives on the current device.
+    With CUDA, batches arrive on the current device.
 
     Attributes:
         num_workers: processes that read, and threads of the graph; 0 reads in this process.
-        prefetch: batches that each worker may hold ready; the graph makes as many ahead.
+        prefetch: batches that each worker may read ahead, and the graph too.
         pin_memory: page-locked slots of the workers; without CUDA it does nothing.
-        image_queue, cloud_queue: batches of finished images, and of point clouds, that threads of
-            their own may have ready; 0: made when they are asked for. Images are the smaller and
-            the less steady, so that their queue is to be the longer.
+        image_queue, cloud_queue: batches of finished images, and of point clouds, that background
+            threads may make ahead; 0 makes them on demand. Images are smaller and take less
+            regular time, so their queue should be the longer one.
         stats: counters.
     """
 
@@ -62,8 +86,8 @@ class DaliLoader:
         if num_workers < 0 or prefetch < 1 or (image_queue < 1) != (cloud_queue < 1):
             raise InputError(
                 f"loader.num_workers={num_workers}, loader.prefetch={prefetch}, loader.image_queue="
-                f"{image_queue} and loader.cloud_queue={cloud_queue} do not work with DALI: give 0 "
-                f"or more workers, a prefetch of 1 or more, and queues of 1 or more or both 0"
+                f"{image_queue} and loader.cloud_queue={cloud_queue} do not fit DALI: use a "
+                f"prefetch of at least 1, and both queues at least 1 or both 0"
             )
         self.num_workers = num_workers
         self.prefetch = prefetch
@@ -80,17 +104,11 @@ class DaliLoader:
         stop: int,
         image_cache: ImageCache | None = None,
     ) -> Generator[Batch, None, None]:
-        """Batches ``start`` .. ``stop - 1`` of the sampler, in order.
-
-        Closing the iterator ends the worker processes.
-
-        Raises:
-            InputError: a file cannot be used, or a worker was killed; names the samples.
-        """
+        """Batches ``start`` .. ``stop - 1`` of the sampler; see :class:`Loader`."""
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        # The workers start first: a process is best forked before it has the graph's threads.
-        source = EncodedSource(
+        # The workers start first: a process should be forked before it has the graph's threads.
+        source = EncodedImageSource(
             frames,
             sampler,
             start,
@@ -103,10 +121,13 @@ class DaliLoader:
         images: Iterator[tuple[BatchMetadata, Tensor | None]] = self._make_images(
             source, device, stop
         )
-        clouds: Iterator[Clouds] = self._take_clouds(source, device)
-        threads: list[Ahead[Any]] = []
+        clouds: Iterator[Clouds] = self._upload_clouds(source, device)
+        threads: list[_BackgroundIterator[Any]] = []
         if self.image_queue:
-            threads = [Ahead(images, self.image_queue), Ahead(clouds, self.cloud_queue)]
+            threads = [
+                _BackgroundIterator(images, self.image_queue),
+                _BackgroundIterator(clouds, self.cloud_queue),
+            ]
             images, clouds = threads
         try:
             for _ in range(start, stop):
@@ -115,7 +136,7 @@ class DaliLoader:
                     self.stats.skipped.update(skipped)
                 batch = assemble_batch(metadata, pixels, next(clouds)).to(device, non_blocking=True)
                 if cuda and threads:
-                    # Made on streams of the threads, which have finished.
+                    # Made on the threads' streams, which have finished.
                     batch.record_stream(torch.cuda.current_stream(device))
                 yield batch
                 del batch, pixels
@@ -131,14 +152,14 @@ class DaliLoader:
                 source.pool.unpin()
 
     def _make_images(
-        self, source: EncodedSource, device: torch.device, stop: int
+        self, source: "EncodedImageSource", device: torch.device, stop: int
     ) -> Iterator[tuple[BatchMetadata, Tensor | None]]:
         """Each micro-step's metadata and its images ``(T, B, N, 3, H, W)`` on the device."""
         inputs = source.frames.inputs
         if inputs.camera is None:
             for _ in source.steps:
                 source()
-                yield _take(source).metadata, None
+                yield _next_pending(source).metadata, None
             return
         stream = self._choose_stream(device)
         pipeline = build_pipeline(
@@ -147,71 +168,210 @@ class DaliLoader:
         for micro_step in source.steps:
             with torch.cuda.stream(stream):
                 try:
-                    # Bound to the stream: DALI takes the memory back when that is done with it.
+                    # Bound to the stream: DALI reuses the memory when the stream is done with it.
                     (outputs,) = pipeline.run(stream)
                 except RuntimeError as error:
                     if "decoders.image" not in str(error):
                         raise
                     ahead = range(micro_step, min(stop, micro_step + self.prefetch + 1))
-                    _blame_image(source.frames, source.sampler, ahead)
-                metadata = _take(source).metadata
+                    _raise_for_image(source.frames, source.sampler, ahead)
+                metadata = _next_pending(source).metadata
                 if source.frames.has_distorted_images:
-                    pixels = _straighten(metadata, outputs)
+                    pixels = _undistort_all(metadata, outputs)
                 else:
                     pixels = torch.from_dlpack(outputs.as_tensor())  # DALI's own memory
                 images = normalise(pixels, inputs.camera)
-                images = images.view(*metadata.lengths.shape, *images.shape[1:])
-                for moment, changes in zip(images, metadata.colours, strict=True):
-                    for seen, change in zip(moment, changes, strict=True):
+                shape = metadata.counts.encoded_bytes.shape  # (T, B, N)
+                images = images.view(*shape, *images.shape[1:])
+                for row, changes in zip(images, metadata.colours, strict=True):
+                    for sample_images, change in zip(row, changes, strict=True):
                         if change:
-                            apply_colour_changes(change, seen, inputs.camera)
+                            apply_colour_changes(change, sample_images, inputs.camera)
                 del outputs, pixels
             if stream is not None and self.image_queue:
                 stream.synchronize()
             yield metadata, images
             del images
-        # DALI frees memory and threads with the last name.
+        # DALI frees memory and threads with the last reference.
         del pipeline
 
-    def _take_clouds(self, source: EncodedSource, device: torch.device) -> Iterator[Clouds]:
-        """Each micro-step's point clouds on the device, out of their slot, which is then free."""
+    def _upload_clouds(
+        self, source: "EncodedImageSource", device: torch.device
+    ) -> Iterator[Clouds]:
+        """Each micro-step's point clouds on the device; their slot is then released."""
         inputs, stream = source.frames.inputs, self._choose_stream(device)
         for _ in source.steps:
-            delivery = source.for_clouds.get()
-            if delivery is None:
+            pending = source.pending_clouds.get()
+            if pending is None:
                 return
-            if isinstance(delivery, Exception):
-                raise delivery
+            if isinstance(pending, Exception):
+                raise pending
             with torch.cuda.stream(stream):
                 clouds = [
-                    (_move(points, device), _move(radar, device))
-                    for points, radar in show_clouds(delivery.metadata, delivery.arrays, inputs)
+                    (_to_device(points, device), _to_device(radar, device))
+                    for points, radar in view_clouds(pending.metadata, pending.arrays, inputs)
                 ]
-            source.pool.release(delivery.slot)
+            source.pool.release(pending.slot)
             yield clouds
 
     def _choose_stream(self, device: torch.device) -> "torch.cuda.Stream | None":
-        """A thread's own on CUDA, so that the model never waits for a batch that is not due."""
+        """A separate stream for each thread, so that the model waits for no batch but its own."""
         if device.type != "cuda":
             return None
         return torch.cuda.Stream(device) if self.image_queue else torch.cuda.current_stream(device)
 
 
+@dataclass(frozen=True)
+class PixelPlan:
+    """An affine pixel map as two operators: an antialiased resize of a region, then one warp.
+
+    A warp alone would alias, because it reads four pixels however far it shrinks. So the region of
+    the original that the network sees is first resized to the network's scale. If the map has no
+    rotation, the resized pixels coincide with the network's and the warp only shifts them. The warp
+    gets the exact remainder, so the geometry is exact however well the map can be split.
+
+    Attributes:
+        region_start, region_end: ``(2,)`` y, x in the original [pixels, corner origin]; start > end
+            mirrors.
+        resized: ``(2,)`` height, width of the resized region [pixels].
+        resized_from_network: ``(3, 3)`` pixel map, centres at integers. All float32.
+    """
+
+    region_start: np.ndarray
+    region_end: np.ndarray
+    resized: np.ndarray
+    resized_from_network: np.ndarray
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A micro-step's metadata and its slot, which is held until it is released."""
+
+    slot: int
+    metadata: BatchMetadata
+    arrays: SlotArrays
+
+
+class EncodedImageSource:
+    """DALI's external source: the encoded images of one micro-step after the other.
+
+    Attributes:
+        steps: the micro-steps.
+        pending_images, pending_clouds: batches of the micro-steps that DALI has got, oldest first,
+            or the exception with which a micro-step ended; None at the end. Each has one consumer.
+    """
+
+    def __init__(
+        self,
+        frames: FrameSource,
+        sampler: BatchSampler,
+        start: int,
+        stop: int,
+        num_workers: int,
+        prefetch: int,
+        ahead: int,
+    ) -> None:
+        """Start the workers.
+
+        Args:
+            num_workers: processes; 0 reads in this one.
+            prefetch: micro-steps that each worker may read ahead.
+            ahead: micro-steps between DALI and the consumer of the clouds at most.
+        """
+        self.frames = frames
+        self.sampler = sampler
+        self.steps = range(start, stop)
+        self.layout = SlotLayout(
+            frames.inputs, sampler.batch_size, encoded_bytes=_encoded_capacity(frames)
+        )
+        self.pool = SlotPool(max(1, num_workers) * prefetch + ahead, self.layout.num_bytes)
+        self.workers = WorkerPool(
+            SlotWriter(frames, sampler, self.layout, self.pool),
+            self.steps,
+            num_workers,
+            self.pool,
+            restart=frames.on_missing == "skip",
+        )
+        self.pending_images: queue.SimpleQueue[PendingBatch | Exception] = queue.SimpleQueue()
+        self.pending_clouds: queue.SimpleQueue[PendingBatch | Exception | None] = (
+            queue.SimpleQueue()
+        )
+        self._last_slot: int | None = None
+
+    def __call__(self) -> tuple[list[np.ndarray], ...]:
+        """The encoded images and the :attr:`plan_fields` of each.
+
+        The images of the oldest frames of all samples come first, those of the current frames last;
+        within a sample camera by camera. An error is raised only when its micro-step is due, since
+        DALI reads ahead.
+
+        Raises:
+            StopIteration: past the last micro-step.
+        """
+        if self._last_slot is not None:  # DALI has copied it
+            self.pool.release(self._last_slot)
+            self._last_slot = None
+        try:
+            slot, metadata = next(self.workers)
+        except (InputError, WorkerDiedError, RuntimeError) as error:
+            if isinstance(error, WorkerDiedError):
+                error = describe_killed_worker(self.frames, self.sampler, error)
+            self.pending_images.put(error)
+            self.pending_clouds.put(error)
+            blank = plan_pixels(np.eye(3), (1, 1), (1, 1))
+            return [_BLANK], *self._columns([blank])
+        self._last_slot = slot
+        self.pool.share(slot)
+        pending = PendingBatch(slot, metadata, self.layout.view(self.pool.memory(slot)))
+        self.pending_images.put(pending)
+        self.pending_clouds.put(pending)
+        images, counts = [], metadata.counts
+        for index in np.ndindex(counts.encoded_bytes.shape):
+            if index in counts.oversized:
+                images.append(np.frombuffer(counts.oversized[index], np.uint8))
+            else:
+                assert pending.arrays.encoded is not None
+                images.append(pending.arrays.encoded[index][: counts.encoded_bytes[index]])
+        plans = [
+            plan_reduction(source)
+            if self.frames.has_distorted_images
+            else plan_pixels(source.network_from_original, source.original_size, source.size)
+            for row in metadata.sources
+            for sample in row
+            for source in sample
+        ]
+        return images, *self._columns(plans)
+
+    @property
+    def plan_fields(self) -> tuple[str, ...]:
+        """Fields of :class:`PixelPlan` for the graph, which does not warp images to undistort."""
+        fields = "region_start", "region_end", "resized"
+        return fields if self.frames.has_distorted_images else (*fields, "resized_from_network")
+
+    def close(self) -> None:
+        """End the workers."""
+        self.workers.close()
+        self.pending_clouds.put(None)
+
+    def _columns(self, plans: list[PixelPlan]) -> list[list[np.ndarray]]:
+        return [[getattr(plan, name) for plan in plans] for name in self.plan_fields]
+
+
 def build_pipeline(
-    source: EncodedSource,
+    source: EncodedImageSource,
     batch_size: int,
     device: torch.device,
     num_threads: int,
     prefetch: int,
 ) -> Pipeline:
-    """The graph; its output are images ``(S, H, W, 3)`` uint8, or, where lenses bend them, of
-    their own sizes and still bent.
+    """Build the graph. It makes images ``(S, H, W, 3)`` uint8, or resized ones that are still to be
+    undistorted.
 
     Args:
-        source: gives the inputs.
+        source: provides the inputs.
         batch_size: samples of a batch at most.
-        device: where images are made.
-        num_threads: of the graph on the CPU.
+        device: where the images are made.
+        num_threads: threads of the graph on the CPU.
         prefetch: batches made ahead.
     """
     inputs = source.frames.inputs
@@ -239,17 +399,17 @@ def build_pipeline(
 
 
 def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device) -> Any:
-    """The part of the graph that makes ``(H, W, 3)`` uint8 of an encoded image and its pixel plan.
+    """Add the operators from an encoded image and its pixel plan to ``(H, W, 3)`` uint8.
 
     Args:
         pixels: nodes of the image's bytes and of the fields of :class:`PixelPlan`; without the
-            last one it ends with the resize.
-        camera: size.
-        device: where it runs.
+            last one there is no warp.
+        camera: size of the image.
+        device: where the operators run.
     """
     encoded, start, end, size, *warp = pixels
     decoder = "mixed" if device.type == "cuda" else "cpu"
-    # PIL ignores the orientation that EXIF claims, and so do the calibrations.
+    # As in PIL and in the calibrations, the EXIF orientation is ignored.
     images: Any = fn.decoders.image(
         encoded, device=decoder, output_type=types.DALIImageType.RGB, adjust_orientation=False
     )
@@ -273,13 +433,133 @@ def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device
     )
 
 
-def _straighten(metadata: BatchMetadata, outputs: Any) -> Tensor:
-    """``(S, H, W, 3)`` uint8 of images as they were resized. Not DALI's: it has a remap for the GPU
+def plan_pixels(
+    network_from_original: np.ndarray, original_size: tuple[int, int], size: tuple[int, int]
+) -> PixelPlan:
+    """Split an affine pixel map into a resize of a region and a warp.
+
+    Args:
+        network_from_original: ``(3, 3)`` affine, pixel centres at integers.
+        original_size, size: height, width of the file and of the network's image [pixels].
+    """
+    corner = _shift(0.5, 0.5) @ network_from_original @ _shift(-0.5, -0.5)
+    linear = corner[:2, :2]
+    # linear = rotation @ diag(scale), where a mirror is a negative first scale. The warp does what
+    # is no such product (shear).
+    scale = np.hypot(linear[0], linear[1])
+    scale[0] *= math.copysign(1.0, np.linalg.det(linear))
+    angle = math.atan2(-linear[0, 1], linear[1, 1])
+    cos, sin = math.cos(angle), math.sin(angle)
+    unrotate = np.array([[cos, sin], [-sin, cos]])
+    # The network's image before its rotation about the centre, with a margin for the corners that
+    # the rotation moves into it, and a pixel for the interpolation.
+    network = np.array([size[1], size[0]], dtype=np.float64)
+    offset = unrotate @ (corner[:2, 2] - network / 2) + network / 2
+    margin = np.ceil((np.abs(unrotate) @ network - network) / 2 - 1e-6).clip(min=0) + (
+        abs(sin) > 1e-9
+    )
+    edges = np.stack([offset, scale * original_size[::-1] + offset])
+    low = np.maximum(np.floor(edges.min(axis=0) + 1e-6), -margin)
+    high = np.minimum(np.ceil(edges.max(axis=0) - 1e-6), network + margin)
+    if (high <= low).any():  # the image is outside: read one pixel and move it far away
+        return _make_plan(np.zeros(2), np.ones(2), np.ones(2), _shift(1e6, 1e6))
+    resized_from_original = np.eye(3)
+    resized_from_original[[0, 1], [0, 1]] = scale
+    resized_from_original[:2, 2] = offset - low
+    warp = _shift(-0.5, -0.5) @ resized_from_original @ np.linalg.inv(corner) @ _shift(0.5, 0.5)
+    return _make_plan((low - offset) / scale, (high - offset) / scale, high - low, warp)
+
+
+def plan_reduction(source: ImageSource) -> PixelPlan:
+    """Resize the whole image by its reduction; undistortion does the rest of the map."""
+    height, width = source.original_size
+    reduction = choose_reduction(source.scale)
+    whole = np.array([width, height], np.float64)
+    resized = np.array([-(-width // reduction), -(-height // reduction)], np.float64)
+    return _make_plan(np.zeros(2), whole, resized, np.eye(3))
+
+
+def _make_plan(
+    start: np.ndarray, end: np.ndarray, resized: np.ndarray, warp: np.ndarray
+) -> PixelPlan:
+    """From the x, y of matrices to the y, x of DALI's operators."""
+    start, end, resized = (np.ascontiguousarray(v[::-1], np.float32) for v in (start, end, resized))
+    return PixelPlan(start, end, resized, warp.astype(np.float32))
+
+
+def _shift(x: float, y: float) -> np.ndarray:
+    return np.array([[1.0, 0.0, x], [0.0, 1.0, y], [0.0, 0.0, 1.0]])
+
+
+class _BackgroundIterator(Generic[_T]):
+    """Runs an iterator in a thread, up to a bounded number of items ahead.
+
+    The iterator's exception is raised at the position of its item.
+    """
+
+    _POLL_S = 0.05  # how often a full queue checks for stop()
+
+    def __init__(self, items: Iterator[_T], depth: int) -> None:
+        self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> "_BackgroundIterator[_T]":
+        return self
+
+    def __next__(self) -> _T:
+        item, error = self._queue.get()
+        if error is not None:
+            self._queue.put((None, error))  # for the next call
+            raise error
+        return item  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        """Let the thread end after its current item; queued items are dropped."""
+        self._is_stopped.set()
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join()
+
+    def _run(self, items: Iterator[_T]) -> None:
+        try:
+            for item in items:
+                if not self._put((item, None)):
+                    return
+        except BaseException as error:
+            self._put((None, error))
+        else:
+            self._put((None, StopIteration()))
+
+    def _put(self, pair: tuple[Any, BaseException | None]) -> bool:
+        while not self._is_stopped.is_set():
+            try:
+                self._queue.put(pair, timeout=self._POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def _encoded_capacity(frames: FrameSource) -> int:
+    """Bytes per encoded image in a slot: 1.5 times the largest image of the first sample. Larger
+    images are sent with the metadata."""
+    sizes = [1024]
+    for source in frames.frame(0, 0).images:
+        if source.path.exists():
+            sizes.append(source.path.stat().st_size)
+    return max(sizes) * 3 // 2
+
+
+def _undistort_all(metadata: BatchMetadata, outputs: Any) -> Tensor:
+    """Undistorted images ``(S, H, W, 3)`` uint8 of the resized ones. DALI has a remap for the GPU
     only."""
     mapped = []
-    sources = (source for moment in metadata.sources for sample in moment for source in sample)
-    for place, source in enumerate(sources):
-        image = torch.from_dlpack(outputs[place])
+    sources = (source for row in metadata.sources for sample in row for source in sample)
+    for number, source in enumerate(sources):
+        image = torch.from_dlpack(outputs[number])
         if image.is_cuda:
             mapped.append(undistort_on_device(source, image))
         else:
@@ -287,31 +567,31 @@ def _straighten(metadata: BatchMetadata, outputs: Any) -> Tensor:
     return torch.stack(mapped)
 
 
-def _take(source: EncodedSource) -> Delivery:
-    """The delivery behind the images that are next."""
-    delivery = source.for_images.get_nowait()
-    if isinstance(delivery, Exception):
-        raise delivery
-    return delivery
+def _next_pending(source: EncodedImageSource) -> PendingBatch:
+    """The batch of the images that the graph returned last."""
+    pending = source.pending_images.get_nowait()
+    if isinstance(pending, Exception):
+        raise pending
+    return pending
 
 
-def _move(cloud: Any, device: torch.device) -> Any:
+def _to_device(cloud: Any, device: torch.device) -> Any:
     if cloud is None:
         return None
-    # Not asynchronous: the slot is free as soon as this is back.
+    # Synchronous: the slot is released as soon as this returns.
     return type(cloud)(cloud.features.to(device, copy=True), cloud.count.to(device))
 
 
-def _blame_image(frames: FrameSource, sampler: BatchSampler, micro_steps: range) -> NoReturn:
-    """DALI's decoder names no file: go through the batches until an image fails here too.
+def _raise_for_image(frames: FrameSource, sampler: BatchSampler, micro_steps: range) -> NoReturn:
+    """Find the image that DALI's decoder failed at, which its error does not name.
 
     Raises:
         InputError: always.
     """
     tokens = []
     for micro_step in micro_steps:
-        for place in sampler.batch(micro_step):
-            frame = frames.frame(*place)
+        for epoch, position in sampler.batch(micro_step):
+            frame = frames.frame(epoch, position)
             tokens.append(frame.sample_token)
             for member in (*frame.history, frame):
                 for source in member.images:

@@ -1,28 +1,26 @@
-"""The same reading as :mod:`bev_lightning.data.loaders.torch`, made for speed: OpenCV and numba.
+"""Fast reading of images and lidar with OpenCV and numba, into memory that the caller provides.
 
-An image is decoded no finer than the network sees it, then mapped once, straight into memory that
-the caller gives; a cloud of several sweeps is transformed, filtered and written in one pass. What
-cannot be read is judged by the plain reader, so that both refuse the same files in the same words.
+An image is decoded at the lowest resolution that the network needs and resampled once. Lidar sweeps
+are transformed, filtered and written in one pass. Files that cannot be used are read again by
+:mod:`bev_lightning.data.loaders.reference`, so that both raise the same errors.
 """
 
 from collections.abc import Sequence
 
 import cv2
 import numpy as np
-import torch
 from numba import njit
-from torch import Tensor
 
 from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction
-from bev_lightning.data.loaders.torch import read_image, read_points
+from bev_lightning.data.loaders.reference import read_image, read_points
 from bev_lightning.data.loaders.undistort import undistort
 from bev_lightning.data.nuscenes.sensor_files import is_whole_jpeg, load_lidar_file
 from bev_lightning.data.samples.file_sources import ImageSource, LidarSource
 from bev_lightning.data.samples.frame import Frame
 from bev_lightning.data.transforms.photometric import ColourChange
-from bev_lightning.structures import CameraInput, LidarInput
+from bev_lightning.structures import LidarInput
 
-# PIL ignores the orientation that EXIF claims, and so do the calibrations.
+# As in PIL and in the calibrations, the EXIF orientation is ignored.
 _RGB = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _DECODE = {
     1: _RGB | cv2.IMREAD_COLOR,
@@ -32,8 +30,8 @@ _DECODE = {
 }
 
 
-def warm_up() -> None:
-    """Compile what is compiled on first use, before processes that would each do so are forked."""
+def compile_kernels() -> None:
+    """Compile the numba kernels before worker processes are forked, which would each do so."""
     raw, out = np.frombuffer(bytes(20), np.float32).reshape(1, 5), np.empty((1, 5), np.float32)
     bound, zero = np.zeros(3, np.float32), np.float32(0)
     append_points(raw, np.zeros((3, 4), np.float32), zero, bound, bound, zero, out, 0)
@@ -41,20 +39,20 @@ def warm_up() -> None:
 
 
 def read_encoded(source: ImageSource) -> np.ndarray:
-    """``(n,)`` uint8 bytes of an image that will decode to the size the tables promise.
+    """Read the bytes ``(n,)`` uint8 of an image file that decodes to the size in the tables.
 
-    A JPEG's markers are walked and its end marker is looked for, which finds files cut short
-    without decoding them.
+    The markers of a JPEG are checked up to its end, which finds truncated files without decoding
+    them.
 
     Raises:
-        InputError: missing, empty, cut short, no image or of another size.
+        InputError: missing, empty, truncated, no image or of another size.
     """
     try:
         content = source.path.read_bytes()
     except OSError:
         content = b""
     if not is_whole_jpeg(content, source.original_size):
-        read_image(source)
+        read_image(source)  # raises the error, unless PIL can read it
     return np.frombuffer(content, np.uint8)
 
 
@@ -64,16 +62,16 @@ def read_image_into(
     full_decode: bool = False,
     cache: ImageCache | None = None,
 ) -> None:
-    """Decode an image and map it with one bilinear resampling.
+    """Decode an image and resample it once, bilinear.
 
     Args:
         out: ``(H, W, 3)`` uint8 RGB, contiguous; black where the network's image reaches beyond
             the file's.
-        full_decode: decode every pixel of the file, however small the network's image.
+        full_decode: decode at full resolution, even where the network's image is smaller.
         cache: of decoded images.
 
     Raises:
-        InputError: the file is absent, cut, no image or of another size than its table says.
+        InputError: the file is absent, truncated, no image or not of the size in the tables.
     """
     reduction = 1 if full_decode else choose_reduction(source.scale)
     pixels = None if cache is None else cache.find(source.path, reduction)
@@ -82,15 +80,15 @@ def read_image_into(
         content = read_encoded(source)
         pixels = cv2.imdecode(content, _DECODE[reduction])
         shape = tuple(-(-length // reduction) for length in source.original_size)
-        if pixels is None or pixels.shape[:2] != shape:  # no JPEG, but PIL can read it
+        if pixels is None or pixels.shape[:2] != shape:  # another format, which PIL can read
             out[:] = read_image(source)
             return
         if cache is not None and stamp is not None:
-            cache.keep(source.path, reduction, stamp, pixels)
+            cache.store(source.path, reduction, stamp, pixels)
     if source.camera_model is not None:
         undistort(source, pixels, out)
         return
-    # Pixel centres lie at integers: reducing acts on u + 0.5.
+    # Pixel centres are at integers, so a reduction scales u + 0.5.
     reduced_from_original = np.diag([1 / reduction, 1 / reduction, 1.0])
     reduced_from_original[:2, 2] = 0.5 / reduction - 0.5
     matrix: np.ndarray = reduced_from_original @ np.linalg.inv(source.network_from_original)
@@ -104,16 +102,16 @@ def read_image_into(
 
 
 def read_cloud_into(frame: Frame, lidar: LidarInput, out: np.ndarray) -> int:
-    """Points of a frame, with what was pasted into it.
+    """Read the lidar points of a frame, with the objects pasted into it.
 
     Args:
-        out: ``(max_points, 5)`` float32, laid out as ``Points.features``.
+        out: ``(max_points, 5)`` float32 as in ``Points.features``.
 
     Returns:
-        how many rows were written.
+        number of rows written.
 
     Raises:
-        InputError: a file is absent, empty, cut or holds NaN or infinity.
+        InputError: a file is absent, empty, truncated or holds NaN or infinity.
     """
     count = read_points_into(frame.lidar, lidar, out)
     if frame.pasted is not None:
@@ -124,7 +122,7 @@ def read_cloud_into(frame: Frame, lidar: LidarInput, out: np.ndarray) -> int:
 
 
 def read_points_into(sources: Sequence[LidarSource], lidar: LidarInput, out: np.ndarray) -> int:
-    """:func:`bev_lightning.data.loaders.torch.read_points` in one pass over each file."""
+    """:func:`bev_lightning.data.loaders.reference.read_points` in one pass over each file."""
     low, high = np.array(lidar.range, np.float32).reshape(2, 3)
     nearest, count = np.float32(lidar.min_distance), 0
     for source in sources:
@@ -133,7 +131,7 @@ def read_points_into(sources: Sequence[LidarSource], lidar: LidarInput, out: np.
         age = np.float32(source.age)
         end = append_points(raw, matrix, age, low, high, nearest, out, count)
         if end < 0 or (end == count and not raw.any()):
-            # Not finite, near the largest float, or zeros alone: for the plain reader to tell.
+            # Not finite, near the largest float, or all zero: the reference decides.
             points = read_points((source,), lidar)[: len(out) - count]
             end = count + len(points)
             out[count:end] = points
@@ -145,15 +143,15 @@ def read_points_into(sources: Sequence[LidarSource], lidar: LidarInput, out: np.
 
 @njit(cache=True, nogil=True)
 def append_points(raw, matrix, age, low, high, nearest, out, count):  # type: ignore[no-untyped-def]
-    """Transform, filter and write one file's points ``(P, 5)`` behind the first ``count`` rows of
-    ``out``; the new count, or -1 where a value is not finite."""
-    room = len(out)
+    """Transform, filter and append a file's points ``(P, 5)`` to the first ``count`` rows of
+    ``out``. Returns the new count, or -1 if a value is not finite."""
+    capacity = len(out)
     for row in range(len(raw)):
         x, y, z = raw[row, 0], raw[row, 1], raw[row, 2]
         if not np.isfinite(x + y + z + raw[row, 3] + raw[row, 4]):
             return -1
-        # The ego car's own returns, judged in the sweep's frame as the devkit does.
-        if count == room or (abs(x) < nearest and abs(y) < nearest):
+        # Without returns of the ego vehicle, in the sweep's frame as in the devkit.
+        if count == capacity or (abs(x) < nearest and abs(y) < nearest):
             continue
         u = matrix[0, 0] * x + matrix[0, 1] * y + matrix[0, 2] * z + matrix[0, 3]
         v = matrix[1, 0] * x + matrix[1, 1] * y + matrix[1, 2] * z + matrix[1, 3]
@@ -175,38 +173,6 @@ def append_points(raw, matrix, age, low, high, nearest, out, count):  # type: ig
     return count
 
 
-def normalise(pixels: Tensor, camera: CameraInput, out: Tensor | None = None) -> Tensor:
-    """``(N, H, W, 3)`` uint8 or float16 to ``(N, 3, H, W)`` float32 on the same device, minus mean,
-    over std: the same numbers as :func:`bev_lightning.data.loaders.torch.normalise_images`.
-
-    Args:
-        out: memory for the result, on a CPU.
-    """
-    mean, std = np.array(camera.mean, np.float32), np.array(camera.std, np.float32)
-    if pixels.dtype == torch.uint8 and pixels.device.type == "cpu":
-        num, height, width, _ = pixels.shape
-        images = torch.empty(num, 3, height, width) if out is None else out
-        table = (np.arange(256, dtype=np.float32)[:, None] - mean) / std
-        look_up(pixels.numpy(), table, images.numpy())
-        return images
-    scaled = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-    mean_, std_ = (torch.from_numpy(v).to(pixels.device).view(3, 1, 1) for v in (mean, std))
-    images = scaled.sub_(mean_).div_(std_)
-    return images if out is None else out.copy_(images)
-
-
-@njit(cache=True, nogil=True)
-def look_up(pixels, table, images):  # type: ignore[no-untyped-def]
-    """``images[n, c, v, u] = table[pixels[n, v, u, c], c]``."""
-    num, height, width, _ = pixels.shape
-    for n in range(num):
-        for v in range(height):
-            for u in range(width):
-                images[n, 0, v, u] = table[pixels[n, v, u, 0], 0]
-                images[n, 1, v, u] = table[pixels[n, v, u, 1], 1]
-                images[n, 2, v, u] = table[pixels[n, v, u, 2], 2]
-
-
 def change_colours(change: ColourChange, image: np.ndarray) -> np.ndarray:
     """:meth:`ColourChange.distort` of an image ``(H, W, 3)`` uint8 or float32 of the 0..255 scale,
     as float32, in one pass."""
@@ -226,7 +192,7 @@ def change_colours(change: ColourChange, image: np.ndarray) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def wrap(sixths):  # type: ignore[no-untyped-def]
-    """Into 0 .. 6; a remainder takes ten times as long."""
+    """Wrap to 0 .. 6, ten times as fast as a remainder."""
     return sixths - np.float32(6) * np.floor(sixths * np.float32(1 / 6))
 
 
@@ -234,7 +200,7 @@ def wrap(sixths):  # type: ignore[no-untyped-def]
 def apply_change(  # type: ignore[no-untyped-def]
     image, brightness, contrast, contrast_first, saturation, sixths, first, second, third, out
 ):
-    """The loop of :func:`change_colours`; the hue turns by ``sixths`` of the circle, 0 .. 6."""
+    """Kernel of :func:`change_colours`; the hue is rotated by ``sixths`` of the circle, 0 .. 6."""
     zero, one = np.float32(0), np.float32(1)
     before = contrast if contrast_first else one
     after = one if contrast_first else contrast
@@ -258,12 +224,12 @@ def apply_change(  # type: ignore[no-untyped-def]
                 else:
                     hue = (red - green) / share + np.float32(4)
                 hue += sixths
-                place = wrap(np.float32(5) + hue)
-                red = value - chroma * min(max(min(place, np.float32(4) - place), zero), one)
-                place = wrap(np.float32(3) + hue)
-                green = value - chroma * min(max(min(place, np.float32(4) - place), zero), one)
-                place = wrap(one + hue)
-                blue = value - chroma * min(max(min(place, np.float32(4) - place), zero), one)
+                ramp = wrap(np.float32(5) + hue)
+                red = value - chroma * min(max(min(ramp, np.float32(4) - ramp), zero), one)
+                ramp = wrap(np.float32(3) + hue)
+                green = value - chroma * min(max(min(ramp, np.float32(4) - ramp), zero), one)
+                ramp = wrap(one + hue)
+                blue = value - chroma * min(max(min(ramp, np.float32(4) - ramp), zero), one)
             colours = (red * after, green * after, blue * after)
             out[v, u, 0] = colours[first]
             out[v, u, 1] = colours[second]

@@ -1,12 +1,11 @@
-"""Decoded images that the processes of a training share, in memory or in a file.
+"""Cache of decoded images that the processes of a training share, in memory or in a file.
 
-What is kept are pixels, not the files' bytes: the operating system keeps those by itself, and the
-decode is more than half of what a sample costs. Pixels are kept as they were decoded, reduced to
-what the network can see, for augmentation maps them anew each time.
+It stores pixels rather than the files' bytes, which the operating system caches already: decoding
+is more than half of the cost of a sample. Pixels are stored as decoded, reduced to the resolution
+that the network needs, because augmentation resamples them differently each time.
 
-A record is written once, by one process at a time, and is valid from its last byte on. There is no
-eviction: an epoch reads every image once, so the best that a full cache can do is to keep what it
-has.
+A record is written once, by one process at a time, and becomes valid with its last byte. There is
+no eviction: an epoch reads every image once, so a full cache does best to keep what it has.
 """
 
 import fcntl
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _VERSION = 1
-_HEADER = 4096  # bytes before the table
+_HEADER_BYTES = 4096  # before the table of records
 _PROBES = 8
 _RECORD = np.dtype(
     [
@@ -45,45 +44,45 @@ CacheKind = Literal["none", "ram", "disk"]
 
 
 class ImageCache:
-    """Images by path and reduction. A file that changed since is not found.
+    """Decoded images by path and reduction; an image whose file has changed is not found.
 
-    Open it before the worker processes start: they share it with the process that opened it.
+    Open it before the worker processes start, which share it with the process that opened it.
 
     Attributes:
-        num_records: images that fit.
-        hits, lookups: of this process.
+        num_records: number of images that fit.
+        hits, lookups: counters of this process.
     """
 
     def __init__(
         self, kind: Literal["ram", "disk"], limit_gib: float, record_bytes: int, folder: Path
     ) -> None:
-        """Open or make the cache.
+        """Open or create the cache.
 
         Args:
-            kind: ram ends with the training; disk is one file, which all trainings on this machine
-                share until it restarts.
-            limit_gib: size; memory is taken when it is filled, the disk's at once.
-            record_bytes: of the largest image to keep.
+            kind: "ram" lives as long as the training; "disk" is a file that all trainings on this
+                machine share until it reboots.
+            limit_gib: size; disk space is allocated at once, memory as it is filled.
+            record_bytes: size of the largest image to store.
             folder: of the file.
 
         Raises:
-            InputError: there is no room for it, or none in it for an image.
+            InputError: it does not fit in memory or on the disk, or not one image fits in it.
         """
         record_bytes = -(-record_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.num_records = int(limit_gib * GIB - _HEADER) // (record_bytes + _RECORD.itemsize)
+        self.num_records = int(limit_gib * GIB - _HEADER_BYTES) // (record_bytes + _RECORD.itemsize)
         if self.num_records < 1:
             raise InputError(
-                f"data.cache_gib={limit_gib:g} holds not one image of {record_bytes / 2**20:.1f} "
-                f"MiB; set data.cache_gib higher, or data.cache=none"
+                f"data.cache_gib={limit_gib:g} is too small for an image of "
+                f"{record_bytes / 2**20:.1f} MiB; set data.cache_gib higher, or data.cache=none"
             )
         table_bytes = _RECORD.itemsize * self.num_records
-        start = -(-(_HEADER + table_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = -(-(_HEADER_BYTES + table_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         num_bytes = start + record_bytes * self.num_records
         self._file = _open_memory(num_bytes) if kind == "ram" else _open_file(folder, num_bytes)
         self._memory = np.frombuffer(mmap.mmap(self._file, num_bytes), np.uint8)
-        self._table = self._memory[_HEADER : _HEADER + table_bytes].view(_RECORD)
+        self._table = self._memory[_HEADER_BYTES : _HEADER_BYTES + table_bytes].view(_RECORD)
         self._pixels = self._memory[start:].reshape(self.num_records, record_bytes)
-        self._claim(record_bytes)
+        self._discard_stale(record_bytes)
         self.hits = self.lookups = 0
 
     def __del__(self) -> None:
@@ -91,77 +90,78 @@ class ImageCache:
             os.close(self._file)
 
     def find(self, path: Path, reduction: int) -> np.ndarray | None:
-        """``(H, W, 3)`` uint8 of an image, in the cache's memory; None where it is not there."""
+        """Image ``(H, W, 3)`` uint8 in the cache's memory; None if it is not stored."""
         self.lookups += 1
         key = _hash(path)
-        for place in self._places(key):
-            record = self._table[place]
+        for index in self._candidates(key):
+            record = self._table[index]
             if record["key"] == key and record["ready"]:
                 stamp = int(record["modified_ns"]), int(record["num_bytes"])
                 if record["reduction"] != reduction or stamp != self.stamp(path):
                     return None
                 self.hits += 1
                 shape = int(record["height"]), int(record["width"]), 3
-                return self._pixels[place, : shape[0] * shape[1] * 3].reshape(shape)
+                return self._pixels[index, : shape[0] * shape[1] * 3].reshape(shape)
         return None
 
-    def keep(self, path: Path, reduction: int, stamp: Stamp, pixels: np.ndarray) -> None:
-        """Keep an image if there is room.
+    def store(self, path: Path, reduction: int, stamp: Stamp, pixels: np.ndarray) -> None:
+        """Store an image if it fits.
 
         Args:
             stamp: of the file before it was read.
             pixels: ``(H, W, 3)`` uint8.
         """
-        key, place = _hash(path), -1
+        key, free = _hash(path), -1
         if pixels.nbytes > self._pixels.shape[1]:
             return
-        for candidate in self._places(key):
-            record = self._table[candidate]
+        for index in self._candidates(key):
+            record = self._table[index]
             if record["ready"] and record["key"] == key:
                 return
-            if not record["ready"] and place < 0:
-                place = candidate
-        if place < 0:
+            if not record["ready"] and free < 0:
+                free = index
+        if free < 0:
             return
         try:
-            # The kernel gives the lock back when a process is killed.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+            # The kernel releases the lock when a process is killed.
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, free)
         except OSError:
             return  # another process writes it
         try:
-            if not self._table[place]["ready"]:
-                self._pixels[place, : pixels.nbytes] = pixels.reshape(-1)
+            if not self._table[free]["ready"]:
+                self._pixels[free, : pixels.nbytes] = pixels.reshape(-1)
                 values = (key, *stamp, *pixels.shape[:2], reduction, 0)
-                self._table[place] = values
-                self._table["ready"][place] = 1
+                self._table[free] = values
+                self._table["ready"][free] = 1
         finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, free)
 
     def stamp(self, path: Path) -> Stamp | None:
-        """What tells a file from the one that replaces it; None where there is none."""
+        """Modification time and size, which identify a file's content; None if it is missing."""
         try:
             status = path.stat()
         except OSError:
             return None
         return status.st_mtime_ns, status.st_size
 
-    def _places(self, key: int) -> list[int]:
+    def _candidates(self, key: int) -> list[int]:
+        """Records that may hold a key (linear probing)."""
         return [(key + step) % self.num_records for step in range(min(_PROBES, self.num_records))]
 
-    def _claim(self, record_bytes: int) -> None:
-        """Empty what was written otherwise, or before the machine went down: of that nothing says
-        how much reached the disk."""
-        said = f"{_VERSION} {record_bytes} {_boot()}".encode()
-        head = self._memory[: len(said) + 1]
-        if head.tobytes() != said + b"\0":
+    def _discard_stale(self, record_bytes: int) -> None:
+        """Empty a cache of another version or record size, or from before the last reboot: it is
+        not known how much of that had reached the disk."""
+        identity = f"{_VERSION} {record_bytes} {_boot_id()}\0".encode()
+        head = self._memory[: len(identity)]
+        if head.tobytes() != identity:
             self._table["ready"] = 0
-            head[:] = np.frombuffer(said + b"\0", np.uint8)
+            head[:] = np.frombuffer(identity, np.uint8)
 
 
 def open_image_cache(
     kind: CacheKind, limit_gib: float, folder: str | Path, frames: "FrameSource", loader: "Loader"
 ) -> ImageCache | None:
-    """A cache for the images of some frames; None without cameras or for ``kind="none"``.
+    """Open a cache for the images of some frames; None without cameras or for ``kind="none"``.
 
     Args:
         kind, limit_gib, folder: see :class:`ImageCache`.
@@ -182,20 +182,20 @@ def open_image_cache(
 
 
 def check_image_cache(kind: CacheKind, loader: "Loader | type[Loader]") -> None:
-    """Raise InputError if decoded images are to be kept and the loader does not support it."""
+    """Raise InputError if decoded images are to be cached but the loader does not support it."""
     if kind != "none" and not loader.supports_image_cache:
         raise InputError(
-            f"data.cache={kind} keeps images as loader=zero_copy decodes them; use "
+            f"data.cache={kind} stores images as loader=zero_copy decodes them; use "
             f"loader=zero_copy or loader=auto, or data.cache=none"
         )
 
 
 def choose_reduction(scale: float) -> int:
-    """1, 2, 4 or 8: by how much a JPEG can be reduced while it is decoded, which saves most of the
-    decode, and still hold what the network sees.
+    """Factor 1, 2, 4 or 8 by which a JPEG can be reduced while decoding, for the network's image.
 
-    A decoded pixel may be a little wider than the network's: below 1.15 all the scales from 0.5 to
-    0.57, which published augmentation draws, would need the full decode at twice the time.
+    Decoding at reduced resolution saves most of the time. A decoded pixel may be up to 1.15 network
+    pixels wide: otherwise the scales from 0.5 to 0.57, which published augmentation draws, would
+    need the full decode at twice the time.
 
     Args:
         scale: of the network's image relative to the file's.
@@ -211,8 +211,7 @@ def _open_memory(num_bytes: int) -> int:
     if num_bytes > free:
         raise InputError(
             f"data.cache=ram with data.cache_gib={num_bytes / GIB:.3g} does not fit into the "
-            f"{free / GIB:.1f} GiB of memory that are free; set data.cache_gib lower, or "
-            f"data.cache=disk"
+            f"{free / GIB:.1f} GiB of free memory; set data.cache_gib lower, or data.cache=disk"
         )
     file = os.memfd_create("bev_lightning")
     os.ftruncate(file, num_bytes)
@@ -224,23 +223,23 @@ def _open_file(folder: Path, num_bytes: int) -> int:
     path = folder / "pixels.cache"
     with lock(folder / "pixels.lock"):
         if path.exists() and path.stat().st_size != num_bytes:
-            path.unlink()  # who has it open keeps it
+            path.unlink()  # processes that have it open keep it
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            # All of it at once: a disk that is full later would kill who writes to a mapped file.
+            # All at once: writing to a mapped file on a full disk would kill the process.
             os.posix_fallocate(file, 0, num_bytes)
         except OSError as error:
             os.close(file)
             path.unlink(missing_ok=True)
             raise InputError(
-                f"data.cache=disk with data.cache_gib={num_bytes / GIB:.3g} cannot be made at "
+                f"data.cache=disk with data.cache_gib={num_bytes / GIB:.3g} cannot be created at "
                 f"{path} ({error.strerror}); set data.cache_gib lower, or paths.cache to another "
                 f"disk"
             ) from None
     return file
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -1,12 +1,12 @@
-"""Processes that do numbered jobs ahead of time, each into a slot of shared memory.
+"""Worker processes that run numbered jobs ahead of time, each into a slot of shared memory.
 
-What crosses a pipe is the number of a slot and what is small. Slots have owners: a job's worker
-from the moment it is told until it answers, then whoever took the answer, until nobody holds the
-slot any more. The memory has no name, so nothing of it is left in /dev/shm, whatever ends a
-process, and a container's limit on /dev/shm does not matter.
+Only slot numbers and small results cross the pipes. A slot is owned by the job's worker from its
+assignment until its result arrives, then by the consumer of the result until no holder is left. The
+memory has no name, so that nothing of it is left in /dev/shm, however a process ends, and a
+container's limit on /dev/shm does not matter.
 
-Each worker has a pipe of its own and they share no lock: one that is killed at any moment leaves
-the others as they are, and its end is seen at once.
+Each worker has its own pipe and they share no lock: a worker that is killed at any moment leaves
+the others intact, and its end is noticed at once.
 """
 
 import contextlib
@@ -28,15 +28,16 @@ import torch
 from bev_lightning.data.process_pool import prepare_worker
 from bev_lightning.errors import InputError
 
-# Jobs told to a worker: the one it does, and the next, so that it need not wait for an answer.
-_TOLD = 2
+# Pending jobs of a worker: the running one and the next, so that it need not wait for its result to
+# be taken.
+_MAX_PENDING = 2
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker ended without an answer.
+    """A worker process ended without a result.
 
     Attributes:
-        job: what it was doing.
+        job: what it was working on.
         why: how it ended.
     """
 
@@ -47,10 +48,10 @@ class WorkerDiedError(RuntimeError):
 
 
 class SlotPool:
-    """Slots of equal size in memory that forked processes share, and how many hold each.
+    """Reference-counted slots of equal size in memory that forked processes share.
 
     Attributes:
-        slot_bytes, num_bytes: of a slot, and of all.
+        slot_bytes, num_bytes: size of a slot, and of all.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
@@ -62,11 +63,11 @@ class SlotPool:
         self._address = np.frombuffer(self._memory, np.uint8).ctypes.data
 
     def memory(self, slot: int) -> np.ndarray:
-        """``(slot_bytes,)`` uint8. The memory lives as long as an array that shows it."""
+        """``(slot_bytes,)`` uint8. The memory lives as long as any array on it."""
         return np.frombuffer(self._memory, np.uint8, self.slot_bytes, slot * self.slot_bytes)
 
-    def take(self) -> int | None:
-        """A free slot, now held once; None where there is none."""
+    def acquire(self) -> int | None:
+        """A free slot, which then has one holder; None if all are held."""
         with self._lock:
             if 0 not in self._holders:
                 return None
@@ -75,21 +76,21 @@ class SlotPool:
             return slot
 
     def share(self, slot: int) -> None:
-        """One more holds a slot, who must release it too."""
+        """Add a holder, which must release the slot too."""
         with self._lock:
             if not self._holders[slot]:
-                raise RuntimeError(f"slot {slot} is free: only who holds it may share it")
+                raise RuntimeError(f"slot {slot} is free: only a holder may share it")
             self._holders[slot] += 1
 
     def release(self, slot: int) -> None:
-        """One holder less; without any the slot is free."""
+        """Remove a holder; a slot without holders is free."""
         with self._lock:
             if not self._holders[slot]:
                 raise RuntimeError(f"slot {slot} is free already")
             self._holders[slot] -= 1
 
     def pin(self) -> bool:
-        """Page-lock the memory for CUDA; whether that worked. After the workers have forked."""
+        """Page-lock the memory for CUDA, after the workers have forked; whether that worked."""
         runtime: Any = torch.cuda.cudart()
         return int(runtime.cudaHostRegister(self._address, self.num_bytes, 0)) == 0
 
@@ -103,13 +104,13 @@ class SlotPool:
 class _Worker:
     process: BaseProcess
     connection: Connection
-    told: list[tuple[int, int]] = field(default_factory=list)  # job, slot; the oldest is being done
+    pending: list[tuple[int, int]] = field(default_factory=list)  # job, slot; the first one runs
 
 
 class WorkerPool:
-    """The answers to jobs, in the order of their numbers.
+    """Iterator over the results of numbered jobs, in the order of the jobs.
 
-    ``next`` gives a slot, which the caller then holds, and what ``work`` returned.
+    Each item is a slot, which the caller then holds, and the return value of ``work``.
 
     Attributes:
         num_restarts: workers that were killed and replaced.
@@ -126,25 +127,25 @@ class WorkerPool:
         """Fork the workers.
 
         Args:
-            work: of a job's number and the slot to write into; an InputError it raises is handed
-                on.
-            jobs: their numbers.
-            num_workers: processes; 0 works in this one, when the answer is asked for.
-            pool: how far the workers may run ahead.
-            restart: replace a worker that was killed, once for each job.
+            work: called with a job's number and the slot to write into; an InputError that it
+                raises reaches the caller.
+            jobs: numbers of the jobs.
+            num_workers: processes; 0 runs a job in this process when its result is requested.
+            pool: its slots limit how far the workers run ahead.
+            restart: replace a worker that was killed, once per job.
         """
         self.num_restarts = 0
         self._work, self._jobs, self._pool, self._restart = work, jobs, pool, restart
-        self._next = self._untold = jobs.start
-        self._answers: dict[int, tuple[int, Any]] = {}
-        self._casualties: set[int] = set()
+        self._next = self._next_to_assign = jobs.start
+        self._results: dict[int, tuple[int, Any]] = {}
+        self._retried_jobs: set[int] = set()
         self._workers: list[_Worker] = []
         self._end: Exception | None = None
-        self._lock = threading.Lock()  # of a thread that waits and one that closes
+        self._lock = threading.Lock()  # one thread may wait while another one closes
         for _ in range(min(num_workers, len(jobs))):
-            self._start()
+            self._start_worker()
         self._is_parallel = bool(self._workers)
-        self._tell()
+        self._assign_jobs()
 
     def __iter__(self) -> "WorkerPool":
         return self
@@ -159,31 +160,31 @@ class WorkerPool:
         if job >= self._jobs.stop:
             raise StopIteration
         if not self._is_parallel:
-            slot = self._pool.take()
+            slot = self._pool.acquire()
             if slot is None:
-                raise RuntimeError("all slots are held: release one before the next is asked for")
-            self._answers[job] = slot, _try(self._work, job, slot)
-        while job not in self._answers:
+                raise RuntimeError("all slots are held: release one before taking the next result")
+            self._results[job] = slot, _run(self._work, job, slot)
+        while job not in self._results:
             with self._lock:
                 if self._end is not None:
                     raise self._end
-                self._tell()
-                self._listen(timeout_s=0.05)
-        slot, result = self._answers.pop(job)
+                self._assign_jobs()
+                self._receive_results(timeout_s=0.05)
+        slot, result = self._results.pop(job)
         self._next += 1
         with self._lock:
-            self._tell()
+            self._assign_jobs()
         if isinstance(result, BaseException):
             self._pool.release(slot)
             raise result
         return slot, result
 
     def is_ready(self) -> bool:
-        """Whether the next answer is there already."""
+        """Whether the next result has arrived."""
         if self._is_parallel and self._next < self._jobs.stop:
             with self._lock:
-                self._listen(timeout_s=0.0)
-        return self._next in self._answers
+                self._receive_results(timeout_s=0.0)
+        return self._next in self._results
 
     def close(self) -> None:
         """End the processes."""
@@ -197,13 +198,13 @@ class WorkerPool:
             worker.process.join()
             worker.process.close()
 
-    def _start(self) -> _Worker:
-        # Forked, for they share the memory and what the loader has in hand. They touch no CUDA.
+    def _start_worker(self) -> _Worker:
+        # Forked: they share the slots and all that `work` refers to. They use no CUDA.
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         others = [worker.connection for worker in self._workers]
         process = context.Process(
-            target=_serve, args=(self._work, theirs, [ours, *others]), daemon=True
+            target=_run_jobs, args=(self._work, theirs, [ours, *others]), daemon=True
         )
         process.start()
         theirs.close()
@@ -211,54 +212,55 @@ class WorkerPool:
         self._workers.append(worker)
         return worker
 
-    def _tell(self) -> None:
-        while self._untold < self._jobs.stop and self._workers:
-            worker = min(self._workers, key=lambda one: len(one.told))
-            slot = None if len(worker.told) >= _TOLD else self._pool.take()
+    def _assign_jobs(self) -> None:
+        while self._next_to_assign < self._jobs.stop and self._workers:
+            worker = min(self._workers, key=lambda one: len(one.pending))
+            slot = None if len(worker.pending) >= _MAX_PENDING else self._pool.acquire()
             if slot is None:
                 return
-            self._send(worker, self._untold, slot)
-            self._untold += 1
+            self._send(worker, self._next_to_assign, slot)
+            self._next_to_assign += 1
 
     def _send(self, worker: _Worker, job: int, slot: int) -> None:
-        worker.told.append((job, slot))
-        with contextlib.suppress(OSError):  # it is dead, which shows when it is listened to
+        worker.pending.append((job, slot))
+        with contextlib.suppress(OSError):  # it died, which _receive_results notices
             worker.connection.send((job, slot))
 
-    def _listen(self, timeout_s: float) -> None:
-        busy = {worker.connection: worker for worker in self._workers if worker.told}
+    def _receive_results(self, timeout_s: float) -> None:
+        busy = {worker.connection: worker for worker in self._workers if worker.pending}
         for connection in wait(list(busy), timeout_s):
             assert isinstance(connection, Connection)
             worker = busy[connection]
             try:
                 result = connection.recv()
             except (EOFError, OSError):
-                self._bury(worker)
+                self._replace_worker(worker)
                 continue
-            job, slot = worker.told.pop(0)
-            self._answers[job] = slot, result
+            job, slot = worker.pending.pop(0)
+            self._results[job] = slot, result
 
-    def _bury(self, worker: _Worker) -> None:
-        """Hand the jobs of a dead worker to a new one, or tell of its end."""
+    def _replace_worker(self, worker: _Worker) -> None:
+        """Pass the jobs of a worker that died to a new one. Raises WorkerDiedError where that is
+        not allowed."""
         self._workers.remove(worker)
         worker.process.join(2)
         code = worker.process.exitcode
         why = (
             f"was killed (signal {-code})" if code and code < 0 else f"ended with exit code {code}"
         )
-        (job, _), *_ = worker.told
-        if not self._restart or job in self._casualties:
+        (job, _), *_ = worker.pending
+        if not self._restart or job in self._retried_jobs:
             self._end = WorkerDiedError(job, why)
             raise self._end
-        self._casualties.add(job)
+        self._retried_jobs.add(job)
         self.num_restarts += 1
-        successor = self._start()
-        for told in worker.told:
-            self._send(successor, *told)
+        successor = self._start_worker()
+        for pending in worker.pending:
+            self._send(successor, *pending)
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as the arrays that they show: torch's own way opens a file for each."""
+    """Pickles tensors as numpy arrays: torch's own way opens a file for each."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -266,10 +268,10 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _serve(
+def _run_jobs(
     work: Callable[[int, int], Any], connection: Connection, inherited: Sequence[Connection]
 ) -> None:
-    """A worker's life. It ends with the process that started it: its pipe then is at its end."""
+    """Main loop of a worker process. It ends with its parent, since the pipe is then closed."""
     prepare_worker(0)
     for other in inherited:
         other.close()
@@ -277,14 +279,14 @@ def _serve(
         try:
             job = connection.recv()
             buffer = io.BytesIO()
-            _Pickler(buffer, protocol=5).dump(_try(work, *job))
+            _Pickler(buffer, protocol=5).dump(_run(work, *job))
             connection.send_bytes(buffer.getbuffer())
         except (EOFError, OSError):
             return
 
 
-def _try(work: Callable[[int, int], Any], job: int, slot: int) -> Any:
-    """The result, or the exception that it ended with."""
+def _run(work: Callable[[int, int], Any], job: int, slot: int) -> Any:
+    """The job's result, or the exception that it raised."""
     try:
         return work(job, slot)
     except InputError as error:

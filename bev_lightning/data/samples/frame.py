@@ -5,11 +5,11 @@ the frame, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch``. G
 augmentation are computed here alone, so every loader agrees on them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,10 @@ from bev_lightning.data.transforms.augment import (
 from bev_lightning.data.transforms.grid_mask import GridMask, random_grid_mask
 from bev_lightning.data.transforms.gt_sampling import GTSampler, SampledObjects, join_boxes
 from bev_lightning.data.transforms.photometric import ColourChange, random_colour_changes
+from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch, Boxes3D, Inputs
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,36 @@ class FrameSource:
         changed = copy(self)
         changed.tokens = tuple(tokens)
         return changed
+
+    def read_or_replace(
+        self, epoch: int, position: int, read: Callable[[Frame], _T]
+    ) -> tuple[_T, dict[str, str]]:
+        """Read the frame at a position; with ``on_missing="skip"`` else the next readable one.
+
+        The replacement depends on the files alone, so that all workers and ranks choose the same.
+
+        Args:
+            read: reads the files of a frame; raises InputError if it cannot.
+
+        Returns:
+            what ``read`` returns, and why each skipped sample could not be read, by token.
+
+        Raises:
+            InputError: a file cannot be used and the policy is "error", or no sample can be read.
+        """
+        skipped: dict[str, str] = {}
+        for step in range(len(self)):
+            frame = self.frame(epoch, (position + step) % len(self))
+            try:
+                return read(frame), skipped
+            except InputError as error:
+                if self.on_missing == "error":
+                    raise
+                skipped[frame.sample_token] = str(error)
+        raise InputError(
+            f"none of the {len(self)} samples can be read, for instance "
+            f"{next(iter(skipped.values()))}"
+        )
 
     def frame(self, epoch: int, position: int) -> Frame:
         """Build the frame at a position in an epoch."""

@@ -26,15 +26,15 @@ def frames(make_tree, tmp_path: Path) -> FrameSource:
     return FrameSource(index, index.tokens, INPUTS, ("car", "pedestrian"), Augment(), seed=6)
 
 
-def make(rung: str, num_workers: int) -> Loader:
-    if rung == "torch":
+def make(name: str, num_workers: int) -> Loader:
+    if name == "torch":
         return TorchLoader(num_workers)
-    if rung == "zero_copy":
+    if name == "zero_copy":
         return SharedMemoryLoader(num_workers)
     pytest.importorskip("nvidia.dali")
     from bev_lightning.data.loaders.dali import DaliLoader
 
-    queues = (3, 2) if rung == "dali_prefetch" else (0, 0)
+    queues = (3, 2) if name == "dali_prefetch" else (0, 0)
     return DaliLoader(num_workers, 2, False, *queues)
 
 
@@ -63,28 +63,28 @@ def test_one_global_order_and_augmentation(frames: FrameSource) -> None:
     expected = read(make("torch", 0), frames)
     assert len(expected) == 16 and len({row[0] for row in expected}) == 5
     assert len({float(row[1][0, 0, 0]) for row in expected}) == 10  # by epoch and position
-    for rung in ("torch", "dali", "dali_prefetch", "zero_copy"):
+    for name in ("torch", "dali", "dali_prefetch", "zero_copy"):
         for num_workers in (0, 1, 4):
-            assert same(read(make(rung, num_workers), frames), expected), (rung, num_workers)
-        ranks = [read(make(rung, 0), frames, rank, 2) for rank in range(2)]
+            assert same(read(make(name, num_workers), frames), expected), (name, num_workers)
+        ranks = [read(make(name, 0), frames, rank, 2) for rank in range(2)]
         dealt = [row for pair in zip(*ranks, strict=True) for row in pair]
-        assert same(dealt, expected), rung
+        assert same(dealt, expected), name
 
 
-@pytest.mark.parametrize("rung", ["torch", "dali", "dali_prefetch", "zero_copy"])
-def test_a_stop_in_the_middle_replays_what_was_made_ahead(frames: FrameSource, rung: str) -> None:
+@pytest.mark.parametrize("name", ["torch", "dali", "dali_prefetch", "zero_copy"])
+def test_a_stop_in_the_middle_replays_what_was_made_ahead(frames: FrameSource, name: str) -> None:
     sampler = TrainSampler(len(frames), 1, seed=2)
     expected = [
         (batch.sample_tokens, batch.cameras.images.cpu())
-        for batch in BatchStream(make(rung, 0), frames, sampler, 8)
+        for batch in BatchStream(make(name, 0), frames, sampler, 8)
     ]
-    stream = BatchStream(make(rung, 1), frames, sampler, 8)
+    stream = BatchStream(make(name, 1), frames, sampler, 8)
     batches = iter(stream)
     for _ in range(3):
         next(batches)
     state = stream.state_dict()
     batches.close()
-    resumed = BatchStream(make(rung, 1), frames, sampler, 8)
+    resumed = BatchStream(make(name, 1), frames, sampler, 8)
     resumed.load_state_dict(state)
     got = [(batch.sample_tokens, batch.cameras.images.cpu()) for batch in resumed]
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected[3:]]

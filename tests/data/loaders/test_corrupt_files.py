@@ -77,7 +77,7 @@ def make_link(path: Path) -> None:
     path.symlink_to(path.with_suffix(".gone"))
 
 
-# sensor, damage (of the content, or of the path), what the sentence says
+# sensor, damage (of the content, or of the path), part of the error
 CASES: dict[str, tuple[str, Callable, str]] = {
     "image: half a file": ("image", lambda c: c[: len(c) // 2], "cannot be decoded"),
     "image: header alone": ("image", lambda c: c[:300], "cannot be decoded"),
@@ -180,18 +180,18 @@ def test_damage_is_named_or_replaced_by_every_loader(make_frames, case: str) -> 
             assert next(batches).sample_tokens == (strict.tokens[position],)
         with pytest.raises(InputError) as caught:
             next(batches)
-        said = str(caught.value)
-        assert said.startswith(f"sample {token}: the "), name
-        assert str(path) in said, name
-        assert "\n" not in said, name
+        message = str(caught.value)
+        assert message.startswith(f"sample {token}: the "), name
+        assert str(path) in message, name
+        assert "\n" not in message, name
         caught.match(CASES[case][2])
         caught.match("replace|restore|download|loader=")
 
         loader = make(name)
         read = list(loader.open(lenient, TrainSampler(5, 1, shuffle=False), 0, 5))
-        expected = [lenient.tokens[place] for place in (0, 1, 3, 3, 4)]
+        expected = [lenient.tokens[i] for i in (0, 1, 3, 3, 4)]
         assert [batch.sample_tokens[0] for batch in read] == expected, name
-        assert loader.stats.skipped == {token: said}, name
+        assert loader.stats.skipped == {token: message}, name
         for batch in read:
             batch.validate()
             assert batch.cameras.images.std(dim=(2, 3, 4)).min() > 0.1, name  # no blank image
@@ -200,7 +200,7 @@ def test_damage_is_named_or_replaced_by_every_loader(make_frames, case: str) -> 
 
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("case", ["image: half a file", "lidar: NaN", "radar: cut"])
-def test_worker_processes_say_the_same(make_frames, name: str, case: str) -> None:  # type: ignore[no-untyped-def]
+def test_worker_processes_raise_the_same_errors(make_frames, name: str, case: str) -> None:  # type: ignore[no-untyped-def]
     frames = make_frames("error")
     path = damage(frames, case)
     began = time.monotonic()
@@ -235,7 +235,7 @@ def test_what_is_odd_but_whole_is_read(make_frames, name: str) -> None:  # type:
     assert later.cameras.images[0, 0].std() > 0.2 > first.cameras.images[0, 0, 0].std()
 
 
-def test_prepare_finds_what_a_files_ends_tell(make_frames) -> None:  # type: ignore[no-untyped-def]
+def test_prepare_finds_faults_at_the_ends_of_files(make_frames) -> None:  # type: ignore[no-untyped-def]
     """It does not decode: a lost block in the middle is for the training to find."""
     frames = make_frames("error")
     found = {}
@@ -251,7 +251,7 @@ def test_prepare_finds_what_a_files_ends_tell(make_frames) -> None:  # type: ign
 
 
 def read_until_killed(name: str, frames: FrameSource, answer: Path) -> None:
-    """In a process of its own, for torch tells of dead workers wherever the process then is."""
+    """Runs in a separate process, since torch raises for dead workers wherever its process is."""
     before = set(children())
     batches = make(name, 1).open(frames, TrainSampler(5, 1), 0, 1_000_000)
     next(batches)

@@ -19,10 +19,15 @@ from nvidia.dali import fn
 from nvidia.dali.pipeline import Pipeline
 
 from bev_lightning.data.batch_stream import BatchStream
-from bev_lightning.data.loaders.dali import DaliLoader, make_images
-from bev_lightning.data.loaders.dali_source import EncodedSource, plan_pixels
+from bev_lightning.data.loaders.dali import (
+    DaliLoader,
+    EncodedImageSource,
+    make_images,
+    plan_pixels,
+)
 from bev_lightning.data.loaders.decode import read_encoded
-from bev_lightning.data.loaders.torch import TorchLoader, read_image
+from bev_lightning.data.loaders.reference import read_image
+from bev_lightning.data.loaders.torch import TorchLoader
 from bev_lightning.data.nuscenes.sample import Annotations, Readings, Sample
 from bev_lightning.data.nuscenes.sensor_files import is_whole_jpeg
 from bev_lightning.data.samplers import SceneSampler, TrainSampler
@@ -275,7 +280,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(frames: FrameSource) -> None:
         ((32, 88), (0, 0), False, 0.0),
     ],
 )
-def test_pixels_lie_where_the_matrix_says(
+def test_pixels_lie_where_the_matrix_maps_them(
     tmp_path: Path, resized: tuple[int, int], corner: tuple[int, int], flip: bool, angle: float
 ) -> None:
     """A bright dot's centre of mass, and the plan's two maps put together."""
@@ -318,21 +323,21 @@ def test_cheap_check_of_jpegs(tmp_path: Path) -> None:
     assert content.tobytes() == png.read_bytes()
 
 
-def test_source_tells_the_end_and_its_order(frames: FrameSource) -> None:
+def test_the_source_keeps_the_order_and_stops(frames: FrameSource) -> None:
     sampler = TrainSampler(NUM_SAMPLES, 2, shuffle=False)
-    source = EncodedSource(frames, sampler, 3, 5, num_workers=0, prefetch=1, ahead=2)
+    source = EncodedImageSource(frames, sampler, 3, 5, num_workers=0, prefetch=1, ahead=2)
     images, *plans = source()
-    expected = [s.path.read_bytes() for place in (0, 1) for s in frames.frame(0, place).images]
+    expected = [s.path.read_bytes() for i in (0, 1) for s in frames.frame(0, i).images]
     assert [image.tobytes() for image in images] == expected
     assert [len(column) for column in plans] == [4] * 4
     source()
-    deliveries = [source.for_clouds.get() for _ in range(2)]
-    assert [delivery.metadata.skipped for delivery in deliveries] == [({}, {}), ({}, {})]
-    assert [delivery.slot for delivery in deliveries] == [0, 1]
+    batches = [source.pending_clouds.get() for _ in range(2)]
+    assert [batch.metadata.skipped for batch in batches] == [({}, {}), ({}, {})]
+    assert [batch.slot for batch in batches] == [0, 1]
     with pytest.raises(StopIteration):
         source()
-    for delivery in deliveries:
-        source.pool.release(delivery.slot)
+    for batch in batches:
+        source.pool.release(batch.slot)
     with pytest.raises(RuntimeError, match="free already"):
         source.pool.release(0)
 
@@ -341,11 +346,11 @@ def test_images_larger_than_a_slot_travel_beside_it(frames: FrameSource) -> None
     path = frames.frame(0, 1).images[0].path
     path.write_bytes(path.read_bytes() + b"\0" * 100_000)
     sampler = TrainSampler(NUM_SAMPLES, 1, shuffle=False)
-    source = EncodedSource(frames, sampler, 1, 2, num_workers=1, prefetch=1, ahead=1)
+    source = EncodedImageSource(frames, sampler, 1, 2, num_workers=1, prefetch=1, ahead=1)
     images, *_ = source()
     source.close()
     assert images[0].tobytes() == path.read_bytes()
-    assert list(source.for_clouds.get().metadata.oversized) == [(0, 0, 0)]
+    assert list(source.pending_clouds.get().metadata.counts.oversized) == [(0, 0, 0)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bev_lightning.data.batch_stream import BatchStream
-from bev_lightning.data.loaders import image_cache as image_cache
+from bev_lightning.data.loaders import image_cache
 from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction, open_image_cache
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.nuscenes.index import open_index
@@ -32,26 +32,26 @@ def image(value: int, size: tuple[int, int] = (4, 6)) -> np.ndarray:
     return np.full((*size, 3), value, np.uint8)
 
 
-def keep(cache: ImageCache, path: Path, pixels: np.ndarray, reduction: int = 2) -> None:
+def store(cache: ImageCache, path: Path, pixels: np.ndarray, reduction: int = 2) -> None:
     stamp = cache.stamp(path)
     assert stamp is not None
-    cache.keep(path, reduction, stamp, pixels)
+    cache.store(path, reduction, stamp, pixels)
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
-def test_what_was_kept_is_found_until_its_file_changes(tmp_path: Path, kind) -> None:
+def test_a_stored_image_is_found_until_its_file_changes(tmp_path: Path, kind) -> None:
     cache = ImageCache(kind, MIB, 100, tmp_path / "cache")
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     assert cache.find(a, 2) is None
-    keep(cache, a, image(7))
-    keep(cache, b, image(9, (3, 5)))
+    store(cache, a, image(7))
+    store(cache, b, image(9, (3, 5)))
     assert np.array_equal(cache.find(a, 2), image(7))
     assert np.array_equal(cache.find(b, 2), image(9, (3, 5)))
     assert cache.find(a, 4) is None  # of another reduction
     assert (cache.hits, cache.lookups) == (2, 4)
     write(a, "longer")
     assert cache.find(a, 2) is None
-    keep(cache, write(tmp_path / "large"), image(1, (100, 100)))  # does not fit a record
+    store(cache, write(tmp_path / "large"), image(1, (100, 100)))  # does not fit a record
     assert cache.find(tmp_path / "large", 2) is None
 
 
@@ -59,7 +59,7 @@ def test_a_full_cache_keeps_what_it_has(tmp_path: Path) -> None:
     cache = ImageCache("ram", 5 * 4200 / 2**30, 100, tmp_path)
     paths = [write(tmp_path / str(i)) for i in range(12)]
     for value, path in enumerate(paths):
-        keep(cache, path, image(value))
+        store(cache, path, image(value))
     found = [cache.find(path, 2) for path in paths]
     assert sum(pixels is not None for pixels in found) == cache.num_records == 4
     assert all(p is None or (p == value).all() for value, p in enumerate(found))
@@ -69,11 +69,11 @@ def test_the_disk_keeps_it_for_the_next_run_but_not_over_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a")
-    keep(ImageCache("disk", MIB, 100, tmp_path), path, image(3))
+    store(ImageCache("disk", MIB, 100, tmp_path), path, image(3))
     assert ImageCache("disk", MIB, 100, tmp_path).find(path, 2) is not None
     assert ImageCache("disk", MIB, 9000, tmp_path).find(path, 2) is None  # other records
-    keep(ImageCache("disk", MIB, 100, tmp_path), path, image(3))
-    monkeypatch.setattr(image_cache, "_boot", lambda: "another")
+    store(ImageCache("disk", MIB, 100, tmp_path), path, image(3))
+    monkeypatch.setattr(image_cache, "_boot_id", lambda: "another")
     assert ImageCache("disk", MIB, 100, tmp_path).find(path, 2) is None
 
 
@@ -92,16 +92,16 @@ def test_a_record_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
     process = context.Process(target=hold)
     process.start()
     ours.recv()
-    keep(cache, path, image(5))
+    store(cache, path, image(5))
     assert cache.find(path, 2) is None
     process.kill()  # the lock goes with it
     process.join()
-    keep(cache, path, image(5))
+    store(cache, path, image(5))
     assert np.array_equal(cache.find(path, 2), image(5))
 
 
-def test_no_room_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"data.cache_gib=0 holds not one image"):
+def test_a_cache_without_space_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"data.cache_gib=0 is too small for an image"):
         ImageCache("ram", 0, 100, tmp_path)
     with pytest.raises(InputError, match=r"data.cache=ram .*=1e\+06 does not fit into the"):
         ImageCache("ram", 1e6, 100, tmp_path)

@@ -86,7 +86,7 @@ def test_batches_are_the_plain_loaders(frames, augment: Augment) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_tensors_do_not_depend_on_workers_nor_on_the_place_of_a_start(frames, num_workers) -> None:
+def test_batches_do_not_depend_on_workers_or_the_first_micro_step(frames, num_workers) -> None:
     source = frames(augment=COLOURS, seed=4)
     sampler = TrainSampler(len(source), 2, seed=4)
     expected = list(SharedMemoryLoader().open(source, sampler, 0, 7))

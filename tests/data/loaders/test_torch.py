@@ -9,17 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
-from bev_lightning.data.loaders.torch import (
-    TorchLoader,
+from bev_lightning.data.loaders.reference import (
     assemble,
     normalise_images,
     read_image,
-    read_lidar_file,
     read_points,
     read_radar,
-    read_radar_file,
 )
+from bev_lightning.data.loaders.torch import TorchLoader
 from bev_lightning.data.nuscenes.index import open_index
+from bev_lightning.data.nuscenes.sensor_files import read_lidar_file, read_radar_file
 from bev_lightning.data.samplers import TrainSampler
 from bev_lightning.data.samples.file_sources import ImageSource, LidarSource, RadarSource
 from bev_lightning.data.samples.frame import FrameSource
@@ -58,7 +57,7 @@ def smooth_image(path: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("epoch", range(4))
-def test_image_lies_where_its_map_says(frames, tmp_path: Path, epoch: int) -> None:
+def test_pixels_lie_where_the_matrix_maps_them(frames, tmp_path: Path, epoch: int) -> None:
     original = smooth_image(tmp_path / "smooth.png").astype(np.float64)
     from bev_lightning.data.transforms.augment import random_image_transform
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from bev_lightning.data.loaders.torch import read_lidar_file
 from bev_lightning.data.nuscenes.index import Index, open_index
 from bev_lightning.data.nuscenes.sample import pose_to_transform
+from bev_lightning.data.nuscenes.sensor_files import read_lidar_file
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.errors import InputError
