@@ -1,1 +1,1 @@
-"""Benchmarks of ``python -m bev_lightning.bench``, one file each."""
+"""Benchmarks run by ``python -m bev_lightning.bench bench=NAME``."""

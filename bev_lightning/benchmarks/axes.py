@@ -1,4 +1,4 @@
-"""Short trainings with every combination of the axes, each in a fresh process."""
+"""``bench=axes`` and ``bench=scaling``: short trainings of several variants, a process each."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.config.auto_batch import replace_values
+from bev_lightning.config.compose import key_of
 from bev_lightning.hardware.machine import Machine, detect_machine
 from bev_lightning.progress import track
 
@@ -20,11 +21,12 @@ from bev_lightning.progress import track
 def measure_axes(
     cfg: DictConfig, axes: Mapping[str, Any], steps: int
 ) -> tuple[list[Row], list[str]]:
-    """Rows for the product of the axes; the first combination is the baseline.
+    """Train every combination of the axes; the first combination is the baseline.
 
     Args:
-        cfg: of the bench: what is not an axis is trained as it says.
-        axes: values of groups or keys; ``auto`` for precision: what the machine is made for.
+        cfg: configuration of the run; its overrides apply to all trainings.
+        axes: values of each config group or key; ``auto`` for precision: all that the machine
+            supports in hardware.
         steps: optimizer steps of each training, the first of which is not timed.
     """
     values = {
@@ -38,25 +40,26 @@ def measure_axes(
 
 
 def measure_scaling(cfg: DictConfig, num_processes: Any, steps: int) -> tuple[list[Row], list[str]]:
-    """Rows for 1, 2, ... processes of this machine; the first is the baseline.
+    """Train with 1, 2, ... processes on this machine; the first number is the baseline.
 
     Args:
-        num_processes: numbers, or ``auto`` for all up to the machine's cards, or its cores.
+        cfg: configuration of the run; its overrides apply to all trainings.
+        num_processes: numbers of processes; ``auto``: 1 to the number of GPUs, or of CPU cores.
+        steps: optimizer steps of each training, the first of which is not timed.
     """
     if num_processes == "auto":
         machine = detect_machine()
         num_processes = range(1, (machine.num_cuda_devices or machine.num_cpus) + 1)
     rows, notes = _measure(cfg, [{"hardware.devices": str(n)} for n in num_processes], steps)
-    return rows, [*notes, "A ratio of n with n processes would be perfect scaling."]
+    return rows, [*notes, "A ratio of n with n processes is perfect scaling."]
 
 
 def choose_precisions(machine: Machine) -> list[str]:
-    """Precisions that the machine is made for."""
+    """Precisions that the machine supports in hardware."""
     capability = machine.capability
     if capability is None:
         return ["32"]
-    found = ["32", "16"] + ["bf16"] * (capability >= 8.0) + ["fp8"] * (capability >= 8.9)
-    return found
+    return ["32", "16"] + ["bf16"] * (capability >= 8.0) + ["fp8"] * (capability >= 8.9)
 
 
 def _measure(
@@ -64,18 +67,18 @@ def _measure(
 ) -> tuple[list[Row], list[str]]:
     run = Path(cfg.paths.run)
     given = json.loads((run / "run.json").read_text())["overrides"]
-    words = [word for word in given if word.lstrip("+").split("=")[0].split(".")[0] != "bench"]
+    overrides = [o for o in given if key_of(o).partition(".")[0] != "bench"]
     rows = []
     for number, combination in enumerate(track(combinations, "training", unit="job")):
-        rows.append(_train(words, combination, steps, run / "rows" / str(number)))
+        rows.append(_train(overrides, combination, steps, run / "rows" / str(number)))
     note = (
-        f"{steps} optimizer steps each. ms: of one sample, all processes together, on the wall; "
-        "loss: of the last micro-step; peak_mib: of the first process, on a CPU with the program."
+        f"{steps} optimizer steps each. ms: wall time per sample over all processes; loss: of the "
+        "last micro-step; peak_mib: of rank 0, on a CPU of the whole process."
     )
     return with_ratios(rows), [note]
 
 
-def _train(words: Sequence[str], combination: dict[str, str], steps: int, folder: Path) -> Row:
+def _train(overrides: Sequence[str], combination: dict[str, str], steps: int, folder: Path) -> Row:
     values = {
         **combination,
         "trainer.max_steps": str(steps),
@@ -85,7 +88,7 @@ def _train(words: Sequence[str], combination: dict[str, str], steps: int, folder
         "trainer.enable_progress_bar": "false",
         "hydra.run.dir": str(folder),
     }
-    command = [sys.executable, "-m", "bev_lightning.train", *replace_values(words, values)]
+    command = [sys.executable, "-m", "bev_lightning.train", *replace_values(overrides, values)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     name = " ".join(f"{key}={value}" for key, value in combination.items())
@@ -95,8 +98,8 @@ def _train(words: Sequence[str], combination: dict[str, str], steps: int, folder
         score = {"status": "refused"}
     if score["status"] != "finished":
         last = (done.stderr.strip().splitlines() or [""])[-1]
-        told = last.removeprefix("bev_lightning.train: ")
-        return Row(name, more={"outcome": f"{score['status']}: {told}"})
+        message = last.removeprefix("bev_lightning.train: ")
+        return Row(name, more={"outcome": f"{score['status']}: {message}"})
     speed = score["samples_per_s"]
     return Row(
         name,

@@ -1,4 +1,4 @@
-"""``bench=gpu``: all that can be said of a card in a few minutes, each part in its own process."""
+"""``bench=gpu``: tests and benchmarks of a GPU in a few minutes, a process each."""
 
 import json
 import subprocess
@@ -27,36 +27,44 @@ def check_gpu(
     repeats: int,
     limit_s: float,
 ) -> tuple[list[Row], list[str]]:
-    """The tests marked ``gpu``, bench=ops, and bench=step of each model in each variant.
+    """Run the tests marked ``gpu``, bench=ops, and bench=step of each model in each variant.
 
-    What does not run is told in the notes, and its output lies in the run directory. Nothing new
-    begins after ``limit_s``, and what runs then is stopped.
+    The notes report what failed; its output is in the run directory. After ``limit_s`` nothing new
+    starts, and the running process is stopped.
+
+    Args:
+        cfg: configuration of the run.
+        models: choices of ``model``.
+        variants: overrides of bench=step, separated by spaces.
+        batch_size: samples per step.
+        repeats: timed repetitions of each benchmark.
+        limit_s: total time limit [s].
 
     Raises:
         InputError: there is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise InputError(
-            "bench=gpu measures a CUDA card and torch finds none; run it on a machine with one"
+            "bench=gpu measures a CUDA GPU and torch finds none; run it on a machine with a GPU"
         )
-    end, run = time.monotonic() + limit_s, Path(cfg.paths.run).resolve()
-    notes, rows = _test(run, end), []
-    words = ["hardware.devices=1", f"data.batch_size={batch_size}", f"bench.repeats={repeats}"]
+    deadline, run = time.monotonic() + limit_s, Path(cfg.paths.run).resolve()
+    notes, rows = _run_tests(run, deadline), []
+    common = ["hardware.devices=1", f"data.batch_size={batch_size}", f"bench.repeats={repeats}"]
     cases = [
-        [f"model={model}", *variant.split(), "bench=step", *words]
+        [f"model={model}", *variant.split(), "bench=step", *common]
         for variant in variants
         for model in models
     ]
     if (config_dir() / "bench" / "ops.yaml").is_file():
         cases.insert(0, ["bench=ops"])
     for number, case in enumerate(track(cases, "measuring", unit="job")):
-        name = " ".join(word for word in case if word not in ("bench=step", *words))
+        name = " ".join(item for item in case if item not in ("bench=step", *common))
         folder = run / f"{number}"
         folder.mkdir()
-        place = f'hydra.run.dir="{folder}"'
-        said = _call(["bev_lightning.bench", *case, place], folder / "output.txt", end)
-        if said is not None:
-            notes.append(f"{name}: {said}.")
+        run_dir = f'hydra.run.dir="{folder}"'
+        error = _call(["bev_lightning.bench", *case, run_dir], folder / "output.txt", deadline)
+        if error is not None:
+            notes.append(f"{name}: {error}.")
             continue
         for row in json.loads((folder / "bench.json").read_text())["rows"]:
             group = " ".join(filter(None, [name, row.pop("group")]))
@@ -65,25 +73,16 @@ def check_gpu(
     return rows, notes
 
 
-def _test(run: Path, end: float) -> list[str]:
-    """What the tests for a GPU say: those files that hold one, as far as they can be read here."""
+def _run_tests(run: Path, deadline: float) -> list[str]:
+    """Run the test files that contain tests marked ``gpu``; their results in a note."""
     paths = (_ROOT / "tests").rglob("*.py")
     files = [str(path) for path in paths if "mark.gpu" in path.read_text(encoding="utf-8")]
     options = ["-o", "addopts=--import-mode=importlib", "--continue-on-collection-errors"]
     report = run / "tests.xml"
-    words = [
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        *options,
-        f"--junitxml={report}",
-    ]
-    said = _call([*words, *files], run / "tests.txt", end)
+    command = ["pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *options]
+    error = _call([*command, f"--junitxml={report}", *files], run / "tests.txt", deadline)
     if not report.is_file():
-        return [f"tests: {said}."]
+        return [f"tests: {error}."]
     suite = ElementTree.parse(report).getroot()
     cases = list(suite.iter("testcase"))
     broken = [c for c in cases if c.find("failure") is not None or c.find("error") is not None]
@@ -94,15 +93,15 @@ def _test(run: Path, end: float) -> list[str]:
     return [f"tests: {passed} passed, {len(skipped)} skipped, {len(broken)} failed{tail}."]
 
 
-def _call(words: Sequence[str], output: Path, end: float) -> str | None:
-    """Run a module until it is done; what went wrong, None where nothing did."""
-    left = end - time.monotonic()
+def _call(command: Sequence[str], output: Path, deadline: float) -> str | None:
+    """Run ``python -m`` with a command; returns an error message, or None on success."""
+    left = deadline - time.monotonic()
     if left < 5:
-        return "not begun, the time was over"
+        return "not started, the time limit was reached"
     with output.open("w") as file:
         try:
             code = subprocess.run(
-                [sys.executable, "-m", *words],
+                [sys.executable, "-m", *command],
                 cwd=_ROOT,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -110,7 +109,7 @@ def _call(words: Sequence[str], output: Path, end: float) -> str | None:
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            return "stopped, the time was over"
+            return "stopped at the time limit"
     if code == 0:
         return None
     lines = [line for line in output.read_text().splitlines() if line.strip()]

@@ -1,8 +1,7 @@
-"""``bench=loading``: what a batch costs on each rung of the ladder of loaders, and its parts.
+"""``bench=loading``: times the loaders, the parts of a sample, and the transport of tensors.
 
-Each rung runs as in a training, with its worker processes; the consumer drops what it gets. The CPU
-time is that of all processes together, taken while the loader is at work, so that its start does
-not count. All rungs take turns.
+Each loader runs as in a training, with its worker processes; the batches are discarded. CPU time is
+that of all processes together, measured after the loader has started. The loaders take turns.
 """
 
 import os
@@ -51,15 +50,16 @@ def measure_loading(
     num_samples: int,
     num_workers: int,
 ) -> tuple[list[Row], list[str]]:
-    """Rows of the loaders, and of what a sample is made of.
+    """Rows of the loaders, of the parts of a sample, and of the transport between processes.
 
     Args:
-        cfg: whose ``data`` is measured where it names a data set on disk; else files are made.
-        repeats: of which medians are told.
-        batch_size: samples.
-        num_batches: timed in each repeat.
-        num_samples: that are made.
-        num_workers: processes of each loader.
+        cfg: configuration of the run. Measures its ``data`` if that is a data set on disk,
+            otherwise random sensor files.
+        repeats: timed repetitions, whose median is reported.
+        batch_size: samples per batch.
+        num_batches: timed batches per repetition.
+        num_samples: number of random samples.
+        num_workers: worker processes of each loader.
     """
     with tempfile.TemporaryDirectory() as folder:
         if cfg.data.synthetic is None:
@@ -67,7 +67,7 @@ def measure_loading(
             data.setup("fit")
             data.train_dataloader()
             assert data.stream is not None
-            frames, told = data.stream.frames, str(cfg.data.root)
+            frames, described = data.stream.frames, str(cfg.data.root)
         else:
             assert _INPUTS.camera is not None and _INPUTS.lidar is not None
             recordings = make_recordings(
@@ -81,27 +81,30 @@ def measure_loading(
                 Augment(),
             )
             sizes = [p.stat().st_size for p in Path(folder).glob("*.jpg")]
-            told = f"{num_samples} samples of own making, JPEGs of {sum(sizes) / len(sizes):.0f} B"
+            described = f"{num_samples} random samples, JPEGs of {sum(sizes) / len(sizes):.0f} B"
         parts, floor_ms = _measure_parts(frames, repeats)
-        rungs = _measure_rungs(frames, repeats, batch_size, num_batches, num_workers, floor_ms)
-        rows = [*rungs, *parts, *_measure_transport(frames, repeats)]
+        loaders = _measure_loaders(frames, repeats, batch_size, num_batches, num_workers, floor_ms)
+        rows = [*loaders, *parts, *_measure_transport(frames, repeats)]
+    columns = (
+        f"Loaders: ms per batch of {batch_size} from {num_workers} workers; cpu_ms per sample and "
+        f"peak_mib of all processes together. Data: {described}."
+    )
     notes = [
-        f"Loaders: ms of a batch of {batch_size} from {num_workers} worker processes, cpu_ms of a ",
+        columns,
         "floor_share: CPU time of the reduced JPEG decode and the file reads alone / this.",
-        "difference: from the plain loader's images, mean, of 255.",
+        "difference: mean absolute difference from the images of loader=torch, of 255.",
     ]
-    notes[0] += f"sample, all processes together; peak_mib of all of them. Data: {told}."
     return with_ratios(rows), notes
 
 
 @dataclass
-class _Taken:
+class _Timings:
     wall_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
     peak_mib: list[float] = field(default_factory=list)
 
 
-def _measure_rungs(
+def _measure_loaders(
     frames: FrameSource,
     repeats: int,
     batch_size: int,
@@ -111,7 +114,7 @@ def _measure_rungs(
 ) -> list[Row]:
     from bev_lightning.data.loaders.dali import DaliLoader
 
-    rungs: dict[str, Loader] = {
+    loaders: dict[str, Loader] = {
         "torch": TorchLoader(num_workers),
         "dali": DaliLoader(num_workers),
         "dali_prefetch": DaliLoader(num_workers, image_queue=8, cloud_queue=4),
@@ -120,22 +123,22 @@ def _measure_rungs(
         "zero_copy, cache=ram": SharedMemoryLoader(num_workers),
     }
     limit_gib = 0.01 * len(frames) + 0.01
-    image_cache = open_image_cache("ram", limit_gib, "", frames, rungs["zero_copy"])
+    image_cache = open_image_cache("ram", limit_gib, "", frames, loaders["zero_copy"])
     sampler = TrainSampler(len(frames), batch_size)
-    for _ in rungs["zero_copy, cache=ram"].open(frames, sampler, 0, len(sampler), image_cache):
+    for _ in loaders["zero_copy, cache=ram"].open(frames, sampler, 0, len(sampler), image_cache):
         pass
-    taken = {name: _Taken() for name in rungs}
+    timings = {name: _Timings() for name in loaders}
     for repeat in range(repeats):
-        for name, loader in rungs.items():
+        for name, loader in loaders.items():
             cache = image_cache if "cache" in name else None
-            _run(loader, frames, sampler, repeat, num_batches, taken[name], cache)
+            _run(loader, frames, sampler, repeat, num_batches, timings[name], cache)
     rows = []
-    for name, one in taken.items():
+    for name, one in timings.items():
         ms, cpu_ms = statistics.median(one.wall_ms), statistics.median(one.cpu_ms) / batch_size
         more: dict[str, float | str | None] = {"floor_share": floor_ms / cpu_ms}
         if torch.cuda.is_available():
             more["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        hit_rate = rungs[name].stats.cache_hit_rate
+        hit_rate = loaders[name].stats.cache_hit_rate
         if hit_rate is not None:
             more["cache_hit_rate"] = hit_rate
         rows.append(
@@ -158,10 +161,10 @@ def _run(
     sampler: TrainSampler,
     repeat: int,
     num_batches: int,
-    taken: _Taken,
+    timings: _Timings,
     image_cache: ImageCache | None,
 ) -> None:
-    """Take the time of some batches in the midst of an endless run."""
+    """Time some batches of a running loader."""
     start = repeat * num_batches
     batches = loader.open(frames, sampler, start, start + 1000, image_cache)
     try:
@@ -170,15 +173,15 @@ def _run(
         wall, cpu = time.perf_counter(), _cpu_s()
         for _ in range(num_batches):
             next(batches)
-        taken.wall_ms.append((time.perf_counter() - wall) * 1e3 / num_batches)
-        taken.cpu_ms.append((_cpu_s() - cpu) * 1e3 / num_batches)
-        taken.peak_mib.append(_memory_mib())
+        timings.wall_ms.append((time.perf_counter() - wall) * 1e3 / num_batches)
+        timings.cpu_ms.append((_cpu_s() - cpu) * 1e3 / num_batches)
+        timings.peak_mib.append(_memory_mib())
     finally:
         batches.close()
 
 
 def _measure_parts(frames: FrameSource, repeats: int) -> tuple[list[Row], float]:
-    """One sample's images and clouds in this process, and the floor of both [ms]."""
+    """Rows of reading a sample's images and points, and the CPU time of I/O and decode [ms]."""
     threads, cv2_threads = torch.get_num_threads(), cv2.getNumThreads()
     torch.set_num_threads(1)
     cv2.setNumThreads(1)
@@ -232,7 +235,7 @@ def _time_parts(group: str, ways: dict[str, Callable[[], object]], repeats: int)
 
 
 class _Tensors(Dataset[torch.Tensor]):
-    """Copies of a tensor, as if they were made from files."""
+    """Yields copies of a tensor."""
 
     def __init__(self, tensor: torch.Tensor, num: int) -> None:
         self.tensor = tensor
@@ -246,7 +249,7 @@ class _Tensors(Dataset[torch.Tensor]):
 
 
 def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list[Row]:
-    """A sample's images from a worker to this process, without reading them."""
+    """Rows of sending a sample's images from a worker to this process."""
     if frames.inputs.camera is None:
         return []
     height, width = frames.inputs.camera.size
@@ -271,7 +274,7 @@ def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list
         "DataLoader, uint8": lambda: load(torch.from_numpy(pixels)),
         "slot, uint8": pass_slots,
     }
-    taken = {name: _Taken() for name in ways}
+    timings = {name: _Timings() for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
             items = way()
@@ -280,8 +283,8 @@ def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list
             wall, cpu = time.perf_counter(), _cpu_s()
             for _ in range(num):
                 next(items)
-            taken[name].wall_ms.append((time.perf_counter() - wall) * 1e3 / num)
-            taken[name].cpu_ms.append((_cpu_s() - cpu) * 1e3 / num)
+            timings[name].wall_ms.append((time.perf_counter() - wall) * 1e3 / num)
+            timings[name].cpu_ms.append((_cpu_s() - cpu) * 1e3 / num)
             del items
     return [
         Row(
@@ -290,7 +293,7 @@ def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list
             statistics.median(one.wall_ms),
             statistics.median(one.cpu_ms),
         )
-        for name, one in taken.items()
+        for name, one in timings.items()
     ]
 
 
@@ -299,8 +302,7 @@ def _fill(pool: SlotPool, pixels: np.ndarray, job: int, slot: int) -> None:
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and its children [s]; of a living process in nanoseconds where the
-    kernel tells."""
+    """CPU time of this process and its descendants [s], with the resolution of schedstat."""
     total = 0.0
     for process in _processes():
         for thread in Path(f"/proc/{process}/task").iterdir():
@@ -309,7 +311,7 @@ def _cpu_s() -> float:
 
 
 def _memory_mib() -> float:
-    """Of this process and its children; shared memory counts once."""
+    """Memory of this process and its descendants [MiB]; shared memory counts once."""
     total = 0
     for process in _processes():
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():

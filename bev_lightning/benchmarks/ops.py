@@ -1,5 +1,7 @@
-"""``bench=ops``: every operator beside its reference, and how near both are to what the machine can
-do (Williams et al. 2009, the roofline)."""
+"""``bench=ops``: times every operator and its reference, against the machine's roofline.
+
+The roofline model is that of Williams et al. 2009.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -7,18 +9,15 @@ from typing import Literal
 import torch
 from omegaconf import DictConfig
 
-from bev_lightning.benchmarks.ops_points import measure_nms, measure_sparse_conv, measure_voxelize
-from bev_lightning.benchmarks.ops_view import (
+from bev_lightning.benchmarks.ops_camera import (
     measure_attention,
     measure_bev_pool,
     measure_deform_attention,
 )
+from bev_lightning.benchmarks.ops_lidar import measure_nms, measure_sparse_conv, measure_voxelize
 from bev_lightning.benchmarks.report import Row, with_ratios
-from bev_lightning.benchmarks.step import measure_matmul
-from bev_lightning.benchmarks.timing import time_all
+from bev_lightning.benchmarks.timing import COPY_MIB, measure_copy, measure_matmul
 from bev_lightning.errors import InputError
-
-_COPIED_MIB = 256
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,12 @@ _SIZES = {
 def measure_ops(
     cfg: DictConfig, size: Literal["published", "small"], repeats: int
 ) -> tuple[list[Row], list[str]]:
-    """Rows of all operators on the run's device.
+    """Rows of all operators on the configured device.
+
+    Args:
+        cfg: configuration of the run.
+        size: sizes of the published models, or small ones.
+        repeats: timed calls, whose median is reported.
 
     Raises:
         InputError: the size is unknown.
@@ -51,43 +55,36 @@ def measure_ops(
         raise InputError(f"bench.size={size} is unknown; use bench.size=published or small")
     sizes = _SIZES[size]
     device = torch.device("cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
-    copied = measure_copy(device)
-    multiplied = measure_matmul(device, torch.float32)
+    copy_rate = measure_copy(device)
+    matmul_rate = measure_matmul(device, torch.float32)
     rows = measure_voxelize(device, sizes.num_points, repeats)
     rows += measure_sparse_conv(device, sizes.num_points, repeats)
     rows += measure_nms(device, sizes.num_boxes, repeats)
     rows += measure_bev_pool(device, sizes.image_size, sizes.channels, sizes.cell_m, repeats)
     rows += measure_deform_attention(device, sizes.sides, repeats)
     rows += measure_attention(device, sizes.num_queries, sizes.num_cells, repeats)
-    what = (
+    conditions = (
         f"Float32 on {device.type}, {torch.get_num_threads()} threads, medians of {repeats}, "
-        "forward and backward where there is a gradient. least_mib: bytes that inputs, outputs and "
-        "gradients have to move at least; gflop: of the sums that are asked for, whoever takes "
-        "them."
+        "forward and backward if there is a gradient. least_mib: minimum traffic of inputs, "
+        "outputs and gradients; gflop: arithmetic that the operator requires, the same for all "
+        "implementations."
     )
     roof = (
-        f"copy_share: least_mib a second over the {copied / 1e9:.3g} GB/s that a copy of "
-        f"{_COPIED_MIB} MiB reads and writes here; matmul_share: gflop a second over the "
-        f"{multiplied / 1e9:.4g} GFLOP/s of a large matrix product. The larger of the two is the "
-        "distance to the roof."
+        f"copy_share: least_mib per second over the {copy_rate / 1e9:.3g} GB/s of a copy of "
+        f"{COPY_MIB} MiB on this machine; matmul_share: gflop per second over the "
+        f"{matmul_rate / 1e9:.4g} GFLOP/s of a large matrix product. The larger of the two is the "
+        "share of the roofline reached."
     )
-    return [_with_roof(row, copied, multiplied) for row in with_ratios(rows)], [what, roof]
+    rows = [_with_roof(row, copy_rate, matmul_rate) for row in with_ratios(rows)]
+    return rows, [conditions, roof]
 
 
-def measure_copy(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes."""
-    source = torch.ones(_COPIED_MIB * 2**18, device=device)
-    target = torch.empty_like(source)
-    seconds = time_all({"": lambda: target.copy_(source)})[""].ms / 1e3
-    return 2 * _COPIED_MIB * 2**20 / seconds
-
-
-def _with_roof(row: Row, copied: float, multiplied: float) -> Row:
-    # By wall time, as the machine's own rates were taken.
+def _with_roof(row: Row, copy_rate: float, matmul_rate: float) -> Row:
+    # By wall time, like the rates of the machine.
     shares: dict[str, float | str | None] = {}
     for share, key, rate in (
-        ("copy_share", "least_mib", copied / 2**20),
-        ("matmul_share", "gflop", multiplied / 1e9),
+        ("copy_share", "least_mib", copy_rate / 2**20),
+        ("matmul_share", "gflop", matmul_rate / 1e9),
     ):
         amount = row.more.get(key)
         if row.ms and isinstance(amount, float):

@@ -1,4 +1,4 @@
-"""Is the plan right? A step's memory as told beforehand and as taken."""
+"""``bench=plan``: predicted against measured memory of training steps on a CPU."""
 
 import multiprocessing
 import os
@@ -14,31 +14,36 @@ from bev_lightning.progress import track
 _MIB = 2**20
 
 
-def measure(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], list[str]]:
-    """What a step takes beyond weights and the optimizer's memory, for each job.
+def measure_plan(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], list[str]]:
+    """Compare the predicted memory of a step with the measured one, for each job.
 
-    ``allocator`` is what torch asked for, as its profiler saw it; ``resident`` the growth of the
-    process, which holds what the operators' libraries take for themselves too.
+    Parameters, optimizer state and batch are subtracted. ``allocator_mib`` is the peak of torch's
+    allocator, by its profiler; ``resident_mib`` is the growth of the process, which includes
+    buffers of the operators' libraries.
+
+    Args:
+        cfg: configuration of the run, not used.
+        jobs: overrides of each training.
     """
     rows = []
-    for words in track(jobs, "plans", unit="job"):
+    for overrides in track(jobs, "plans", unit="job"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-            told, allocator, resident = fresh.submit(_compare, list(words)).result()
+            predicted, allocator, resident = fresh.submit(_compare, list(overrides)).result()
         more: dict[str, Any] = {
-            "told_mib": told,
+            "predicted_mib": predicted,
             "allocator_mib": allocator,
             "resident_mib": resident,
-            "told_of_allocator": told / allocator,
-            "told_of_resident": told / resident,
+            "predicted_over_allocator": predicted / allocator,
+            "predicted_over_resident": predicted / resident,
         }
-        rows.append(Row(" ".join(words), peak_mib=resident, more=more))
-    return rows, ["told / taken: 1 is exact, below 1 the step took more than was told"]
+        rows.append(Row(" ".join(overrides), peak_mib=resident, more=more))
+    return rows, ["predicted / measured: 1 is exact; below 1 the step took more than predicted"]
 
 
-def _compare(words: list[str]) -> tuple[float, float, float]:
-    """In a process of its own: told, by the allocator, resident [MiB]."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a step on the CPU, whatever else is there
-    os.environ["KINETO_LOG_LEVEL"] = "5"  # the profiler's own talk, read when torch is loaded
+def _compare(overrides: list[str]) -> tuple[float, float, float]:
+    """Predicted, allocator and resident memory [MiB]; runs in a fresh process."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # measure on the CPU, also on a machine with a GPU
+    os.environ["KINETO_LOG_LEVEL"] = "5"  # silences the profiler; read when torch is imported
     import torch
 
     from bev_lightning.benchmarks.random_batches import make_batch
@@ -50,13 +55,13 @@ def _compare(words: list[str]) -> tuple[float, float, float]:
     from bev_lightning.runtime.fake_step import Case, measure_cases, tensors_of
 
     torch.set_num_threads(1)
-    cfg = resolve(load_config("train", [*words, "hardware=cpu"]), detect_machine())
+    cfg = resolve(load_config("train", [*overrides, "hardware=cpu"]), detect_machine())
     size = int(cfg.data.batch_size)
     (peak,) = measure_cases(cfg, [Case(size, "32-true")])
     module = build_module(cfg).train()
     batch = make_batch(module.inputs, len(module.classes), size)
-    held = sum(value.untyped_storage().nbytes() for value in tensors_of(batch)) / _MIB
-    told = peak.total - peak.parameters - peak.optimizer - held
+    batch_mib = sum(value.untyped_storage().nbytes() for value in tensors_of(batch)) / _MIB
+    predicted = peak.total - peak.parameters - peak.optimizer - batch_mib
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
 
@@ -66,10 +71,10 @@ def _compare(words: list[str]) -> tuple[float, float, float]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step()  # compiles what is compiled on first use, makes the optimizer's memory
+    step()  # compiles kernels and allocates the optimizer state
     resident = peak_extra_mib(step)
-    assert resident is not None, "resident memory is counted on Linux alone"
-    return told, _allocator_peak(step), resident
+    assert resident is not None, "resident memory is measured on Linux only"
+    return predicted, _allocator_peak(step), resident
 
 
 def _allocator_peak(step: Any) -> float:

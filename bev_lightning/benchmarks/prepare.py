@@ -1,4 +1,4 @@
-"""``bench=prepare``: tables to index, against the devkit's load and a loop over its samples."""
+"""``bench=prepare``: builds an index of nuScenes tables, against loading them with the devkit."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ print(json.dumps({
     "sample_cpu_s": (time.process_time() - opened_cpu) / number, **usage(),
 }))
 """
-# As conversions do it: boxes and cameras through get_sample_data, sweeps back in time, velocities.
+# The calls of published converters: boxes and cameras, previous sweeps, velocities.
 _DEVKIT = """
 from nuscenes import NuScenes
 imported, base = time.perf_counter(), usage()
@@ -78,17 +78,17 @@ print(json.dumps({
 """
 
 
-def run(
+def measure_prepare(
     cfg: DictConfig, scale: float, num_workers: int, devkit_scale: float, devkit_samples: int
 ) -> tuple[list[Row], list[str]]:
-    """Make tables, convert them in a fresh process, and let the devkit read a part.
+    """Write random tables, build their index, and read a part of them with the devkit.
 
     Args:
-        cfg: the run's configuration.
+        cfg: configuration of the run.
         scale: size of the tables; 1 is v1.0-trainval.
-        num_workers: processes of ours; the devkit has one.
-        devkit_scale: size of the devkit's tables, at most ``scale``; its times are scaled up.
-        devkit_samples: that its loop goes over; scaled up.
+        num_workers: processes that build the index; the devkit uses one.
+        devkit_scale: size of the devkit's tables, at most ``scale``; its times are extrapolated.
+        devkit_samples: samples that the devkit loop visits; its times are extrapolated.
     """
     from nuscenes.utils.splits import train, val
 
@@ -133,17 +133,16 @@ def run(
     rows = with_ratios(rows[:3]) + rows[3:]
     made = ", ".join(f"{num} {table}" for table, num in counts.items())
     tables = (
-        f"Tables made for it (scale={scale:g}): {made}; no sensor file. Each line is a fresh "
-        f"process with its imports."
+        f"Random tables (scale={scale:g}): {made}; no sensor files. Each row is a fresh process "
+        f"including its imports."
     )
     scaled = (
-        f"The devkit loaded tables of {num} samples and looped over {looped} of them: its times "
-        f"are scaled by {larger:.3g} and {longer:.3g} and its memory by {larger:.3g}, its imports "
-        f"not at all."
+        f"The devkit loaded tables of {num} samples and looped over {looped} of them: load time "
+        f"and memory are scaled by {larger:.3g}, loop time by {longer:.3g}, imports not at all."
     )
     peak = (
-        "Our peak_mib is the main process's peak and the most that the peaks of workers alive "
-        "together came to, mapped file pages included."
+        "peak_mib of the index: peak of the main process plus the largest sum of the peaks of "
+        "workers alive at the same time, including mapped file pages."
     )
     return rows, [tables, scaled, peak]
 
@@ -154,28 +153,29 @@ def _make(root: Path, names: list[str], scale: float) -> dict[str, int]:
 
 
 def _measure(script: str, *arguments: object) -> dict[str, Any]:
-    """What a fresh process says of itself in its last line, and the memory of its workers."""
+    """Run a script in a fresh process: the JSON of its last line, and its workers' memory."""
     root, cache, number = arguments
     command = [sys.executable, "-c", _PREAMBLE + script]
     command += [str(root), VERSION, str(cache), str(number)]
     workers_mib = 0.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        # The kernel keeps a peak for each process, but tells a parent the largest child's alone,
-        # and counts what was forked before another program took its place.
+        # getrusage reports only the largest child, and includes memory from before an exec. So sum
+        # the peak of each worker.
         while process.poll() is None:
             workers_mib = max(workers_mib, sum(_worker_peaks(process.pid)))
             time.sleep(0.1)
         assert process.stdout is not None
-        said = process.stdout.read()
+        output = process.stdout.read()
     if process.returncode:
-        raise InputError(f"a measured process ended with {process.returncode}: see its error above")
-    result: dict[str, Any] = json.loads(said.splitlines()[-1])
+        raise InputError(
+            f"a measured process ended with exit code {process.returncode}; see its error above"
+        )
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return {**result, "workers_mib": workers_mib}
 
 
 def _worker_peaks(parent: int) -> list[float]:
-    """Peak resident memory [MiB] of each living process that multiprocessing started; none where
-    there is no /proc."""
+    """Peak resident memory of each living multiprocessing worker [MiB]; empty without /proc."""
     peaks = []
     for task in Path(f"/proc/{parent}/task").glob("*/children"):
         with contextlib.suppress(OSError, IndexError):  # it may end at any time

@@ -1,4 +1,4 @@
-"""Batches out of nothing: noise in the images, walls around a lidar, seen by a real rig."""
+"""Random batches with the shapes and geometry of nuScenes."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from bev_lightning.data.synthetic.rig import LIDAR, build_rig
 from bev_lightning.data.transforms.augment import eval_image_transform
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Inputs, Points, Radar
 
-# Of a nuScenes key frame and its sweeps; a scene's walls per turn.
+# Sizes of a nuScenes key frame and its sweeps; walls around the lidar.
 _IMAGE_SIZE, _POINTS_PER_SWEEP, _RETURNS_PER_SWEEP, _NUM_WALLS = (900, 1600), 34_000, 125, 72
 _NUM_RINGS, _LIDAR_HEIGHT_M, _STEP_M, _KEY_FRAMES_PER_S = 32, 1.84, 2.5, 2
 
@@ -18,14 +18,14 @@ _NUM_RINGS, _LIDAR_HEIGHT_M, _STEP_M, _KEY_FRAMES_PER_S = 32, 1.84, 2.5, 2
 def make_batch(
     inputs: Inputs, num_classes: int, size: int = 1, num_boxes: int = 40, seed: int = 0
 ) -> Batch:
-    """A batch as a loader would bring it to a model: sizes, counts and geometry of nuScenes, whose
-    contents mean nothing.
+    """A random batch as a loader would yield it, with the sizes and camera geometry of nuScenes.
 
     Args:
-        inputs: what the model reads; history included.
-        num_classes: labels are drawn from.
+        inputs: inputs of the model, including history.
+        num_classes: number of classes of the labels.
         size: samples B.
-        num_boxes: annotations M of each sample.
+        num_boxes: annotations M per sample.
+        seed: of the random numbers.
     """
     rng = np.random.default_rng(seed)
     newest = _make_frame(inputs, size, rng)
@@ -35,7 +35,7 @@ def make_batch(
 
 
 def _make_frame(inputs: Inputs, size: int, rng: np.random.Generator) -> Batch:
-    """A frame of a car that drives straight ahead."""
+    """One frame of a car driving straight ahead."""
     rig = build_rig("s001", _IMAGE_SIZE, seed=0)
     ego_from_lidar = rig[LIDAR].ego_from_sensor
     cameras = points = radar = None
@@ -83,8 +83,10 @@ def _make_frame(inputs: Inputs, size: int, rng: np.random.Generator) -> Batch:
 
 
 def _make_points(count: int, range_m: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
-    """``(count, 5)``: what a turning lidar sees of the ground and of walls at random distances, so
-    that close cells are crowded and far ones empty, as they are on a street."""
+    """Lidar points ``(count, 5)`` on the ground and on walls at random distances.
+
+    Like real ones they are dense close to the lidar and sparse far away.
+    """
     azimuth = rng.uniform(0, 2 * np.pi, count)
     elevation = np.deg2rad(np.linspace(-30, 10, _NUM_RINGS))[rng.integers(_NUM_RINGS, size=count)]
     walls = rng.uniform(5, min(range_m[3:5]), _NUM_WALLS)

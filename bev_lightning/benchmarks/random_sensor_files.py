@@ -1,4 +1,4 @@
-"""Sensor files out of nothing, as large and as costly to decode as nuScenes' own."""
+"""Random sensor files with the sizes and decoding costs of nuScenes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ _INTRINSIC = np.array([[1260.0, 0.0, 800.0], [0.0, 1260.0, 450.0], [0.0, 0.0, 1.
 
 @dataclass(frozen=True)
 class Recordings:
-    """What a :class:`FrameSource` asks of an index.
+    """The part of a sample index that a :class:`FrameSource` reads.
 
     Attributes:
         root: folder of the files.
         samples: by token.
-        has_lenses: of the cameras.
+        has_lenses: whether images have to be undistorted.
     """
 
     root: Path
@@ -37,7 +37,10 @@ def make_recordings(
     """Write JPEGs of 1600x900 and about 180 KB, and lidar files of 34,720 points.
 
     Args:
-        sweeps: before each key frame, which has a file too.
+        root: folder of the files.
+        num_samples: key frames.
+        cameras: channels.
+        sweeps: lidar sweeps before each key frame, in addition to its own file.
     """
     rng = np.random.default_rng(0)
     scene = _draw_scene(rng)
@@ -59,7 +62,7 @@ def make_recordings(
 
 
 def _draw_scene(rng: np.random.Generator) -> np.ndarray:
-    """``(H, W, 3)`` uint8: noise of many scales, the finer the fainter, as pictures have it."""
+    """Noise image ``(H, W, 3)`` uint8 whose amplitude falls with frequency, as in photographs."""
     height, width = _IMAGE_SIZE
     scene = np.full((height, width, 3), 110, np.float32)
     for level in range(1, 9):
@@ -70,7 +73,7 @@ def _draw_scene(rng: np.random.Generator) -> np.ndarray:
 
 
 def _make_sweep(rng: np.random.Generator) -> np.ndarray:
-    """``(P, 5)`` float32 around the sensor: most returns are near, some of the car itself."""
+    """Points ``(P, 5)`` float32: most are near the sensor, some on the car itself."""
     angle = rng.uniform(-np.pi, np.pi, _POINTS_PER_SWEEP)
     distance = rng.exponential(14.0, _POINTS_PER_SWEEP) + 0.5
     points = np.empty((_POINTS_PER_SWEEP, 5), np.float32)

@@ -1,4 +1,4 @@
-"""nuScenes tables of any size without a sensor file: what ``bench=prepare`` reads."""
+"""Random nuScenes tables of any size, without sensor files, for ``bench=prepare``."""
 
 import json
 import math
@@ -14,7 +14,7 @@ VERSION = "v1.0-trainval"
 TRAINVAL_SAMPLES, TRAINVAL_SCENES = 34149, 850
 _CAMERAS = ("FRONT", "FRONT_LEFT", "FRONT_RIGHT", "BACK", "BACK_LEFT", "BACK_RIGHT")
 _RADARS = ("FRONT", "FRONT_LEFT", "FRONT_RIGHT", "BACK_LEFT", "BACK_RIGHT")
-# Channel, kind, recordings from one key frame to the next: 12, 20 and about 13 a second.
+# Channel, kind, recordings per key frame: 12, 20 and about 13 per second.
 _SENSORS = (
     *((f"CAM_{name}", "camera", 6) for name in _CAMERAS),
     ("LIDAR_TOP", "lidar", 10),
@@ -32,24 +32,24 @@ _CATEGORIES = (
     "animal",
 )
 _ATTRIBUTES = ("vehicle.moving", "vehicle.parked", "pedestrian.standing")
-_TRACKS = 50  # objects of a scene, each seen in three quarters of it on average
+_TRACKS = 50  # objects per scene, each annotated in three quarters of its frames on average
 _STEP_US = 500_000  # between key frames
 _SPREAD = 0x9E3779B97F4A7C15F39CC0605CEDC835  # odd: a permutation of the 128-bit numbers
 
 
 def write_tables(root: Path, scenes: list[str], num_samples: int) -> dict[str, int]:
-    """Write the tables of some scenes, laid out and indented as the published ones are.
+    """Write the tables of some scenes, formatted like the published ones.
 
-    Objects appear, move, turn and leave; key frames are half a second apart; rows are in the order
-    of the scenes. The same arguments give the same bytes.
+    Objects appear, move, turn and disappear; key frames are half a second apart; records are in the
+    order of the scenes. The same arguments give the same bytes.
 
     Args:
-        root: is made; holds nothing but the tables and an empty map.
+        root: folder to create, with the tables and an empty map.
         scenes: names.
         num_samples: key frames, spread evenly over the scenes.
 
     Returns:
-        the number of records of each large table.
+        The number of records of each large table.
     """
     folder = root / VERSION
     folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def write_tables(root: Path, scenes: list[str], num_samples: int) -> dict[str, i
 
 
 def _write_small(folder: Path, scenes: list[str]) -> dict[str, list[str]]:
-    """The tables that do not grow; tokens of some of their records."""
+    """Write the small tables; returns tokens of some of their records."""
     kinds = {channel: kind for channel, kind, _ in _SENSORS}
     tables: dict[str, list[dict[str, Any]]] = {
         "category": [{"token": _token("c", i), "name": n} for i, n in enumerate(_CATEGORIES)],
@@ -86,13 +86,13 @@ def _write_small(folder: Path, scenes: list[str]) -> dict[str, list[str]]:
         ],
     }
     tables["map"][0]["log_tokens"] = [_token("l", 0)]
-    # Every scene's car was calibrated for itself.
+    # Each scene has its own calibration.
     tables["calibrated_sensor"] = [
         {
             "token": _token("k", scene * len(_SENSORS) + i),
             "sensor_token": _token("s", i),
             "translation": [1.0 + 0.1 * i, 0.01 * (scene % 10), 1.5],
-            "rotation": _turn(0.5 * i),
+            "rotation": _yaw_quaternion(0.5 * i),
             "camera_intrinsic": [[1266.4, 0.0, 816.3], [0.0, 1266.4, 491.5], [0.0, 0.0, 1.0]]
             if kind == "camera"
             else [],
@@ -111,7 +111,7 @@ def _write_small(folder: Path, scenes: list[str]) -> dict[str, list[str]]:
 def _scene(
     scene: int, name: str, length: int, small: dict[str, list[str]]
 ) -> Iterator[tuple[str, str]]:
-    """Records of a scene as text, each with its table's name."""
+    """Records of a scene as (table name, JSON text)."""
     samples = [_token("t", scene * 1000 + k) for k in range(length)]
     start = 1_530_000_000_000_000 + scene * 100_000_000
     yield (
@@ -163,7 +163,7 @@ def _readings(
             "ego_pose",
             (
                 f'{{\n"token": "{token}",\n"timestamp": {time},\n"rotation": [\n'
-                f"{', '.join(map(repr, _turn(0.01 * metres)))}\n],\n"
+                f"{', '.join(map(repr, _yaw_quaternion(0.01 * metres)))}\n],\n"
                 f'"translation": [\n{400 + metres!r},\n{1100 - 0.3 * metres!r},\n0.0\n]\n}}'
             ),
         )
@@ -218,7 +218,7 @@ def _boxes(
                     f'"attribute_tokens": [\n{attribute}\n],\n"translation": [\n'
                     f"{x + far * math.cos(yaw)!r},\n{y + far * math.sin(yaw)!r},\n0.9\n],\n"
                     f'"size": [\n1.9,\n{4 + 0.1 * number!r},\n1.6\n],\n"rotation": [\n'
-                    f"{', '.join(map(repr, _turn(yaw)))}\n],\n"
+                    f"{', '.join(map(repr, _yaw_quaternion(yaw)))}\n],\n"
                     f'"prev": "{tokens[i - 1] if i else ""}",\n'
                     f'"next": "{tokens[i + 1] if i + 1 < len(tokens) else ""}",\n'
                     f'"num_lidar_pts": {points[i][0]},\n"num_radar_pts": {points[i][1] // 10}\n}}'
@@ -231,9 +231,9 @@ def _record(**fields: object) -> str:
 
 
 def _token(kind: str, number: int) -> str:
-    """32 hexadecimal digits that look drawn by lot, and are unique."""
+    """A unique token of 32 pseudo-random hexadecimal digits."""
     return f"{(ord(kind) * 2**40 + number + 1) * _SPREAD % 2**128:032x}"
 
 
-def _turn(angle: float) -> list[float]:
+def _yaw_quaternion(angle: float) -> list[float]:
     return [math.cos(angle / 2), 0.0, 0.0, math.sin(angle / 2)]

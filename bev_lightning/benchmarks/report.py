@@ -1,4 +1,4 @@
-"""The table that every bench leaves: bench.json, bench.md and bench.png."""
+"""Writes the rows of a benchmark to bench.json, bench.md and bench.png."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,16 +11,17 @@ from bev_lightning.config.run_directory import write_json
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a bench.
+    """One row of a benchmark.
 
     Attributes:
-        name: what was measured.
-        group: rows of one group are compared with the first of them, the baseline.
-        ms, cpu_ms: wall and process time of one call, batch or step [ms].
-        samples_per_s: throughput, where samples are what is counted.
-        peak_mib: memory at the worst moment [MiB].
-        ratio: baseline / this by process time, else by wall time: above 1 is better.
-        more: further columns of the bench, named with their unit.
+        name: the variant measured.
+        group: rows of a group are compared with its first row, the baseline.
+        ms: wall time of a call, batch or step [ms].
+        cpu_ms: CPU time of a call, batch or step [ms].
+        samples_per_s: throughput, if samples are counted.
+        peak_mib: peak memory [MiB].
+        ratio: baseline / this by CPU time, otherwise by wall time: above 1 is better.
+        more: further columns, named with their unit.
     """
 
     name: str
@@ -58,7 +59,7 @@ def write_report(
     """Write the three files.
 
     Returns:
-        the table as Markdown, which is bench.md.
+        The content of bench.md.
     """
     content = {
         "bench": bench,
@@ -92,8 +93,8 @@ def _show(value: object) -> str:
 
 
 def _draw(path: Path, bench: str, rows: Sequence[Row]) -> None:
-    """Bars of the ratios; of the times where nothing is compared."""
-    # Late, for it takes a second: matplotlib.pyplot would pick a display.
+    """Draw a bar chart of the ratios, or of the times if nothing is compared."""
+    # Imported late, because it takes a second. matplotlib.pyplot would look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""``bench=step``: where the time of a training step goes, beside the same model on references.
+"""``bench=step``: times a training step and its parts, with fast and with reference operators.
 
-The steps are Lightning's own, with the precision, clipping and optimizer of the configuration. They
-take turns: every operator as it is chosen for the device, and switched to its reference. On CUDA a
-step runs once undisturbed for its time, and once with waits between its parts for theirs.
+The steps run in Lightning's Trainer, with the precision, clipping and optimizer of the
+configuration. Steps with fast and with reference operators alternate. On CUDA the whole step is
+timed without synchronisation inside, and its parts in separate steps that synchronise in between.
 """
 
 from collections.abc import Iterator
@@ -17,21 +17,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from bev_lightning.benchmarks.random_batches import make_batch
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.benchmarks.step_parts import measure_matching, measure_parts
-from bev_lightning.benchmarks.step_timer import Stopwatch
-from bev_lightning.benchmarks.timing import time_all
+from bev_lightning.benchmarks.step_timer import StepTimer
+from bev_lightning.benchmarks.timing import MATMUL_SIZE, measure_matmul
 from bev_lightning.errors import InputError
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.runtime.build import build_data, build_module, build_trainer, prepare_execution
 from bev_lightning.structures import Batch
 
-# Of the matrix product whose rate the step's is compared with; a step of warm-up for each kind.
-_MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class SameBatch:
-    """A loader that brings one batch again and again."""
+class RepeatedBatch:
+    """A loader that yields one batch ``count`` times."""
 
     batch: Batch
     count: int
@@ -46,7 +44,13 @@ class SameBatch:
 def measure_step(
     cfg: DictConfig, repeats: int, source: Literal["noise", "loader"], num_boxes: int
 ) -> tuple[list[Row], list[str]]:
-    """Rows of the whole step, of the parts that lift to the bird's-eye view, and of the matching.
+    """Rows of the whole step, of the parts with custom operators, and of the matching.
+
+    Args:
+        cfg: configuration of the run.
+        repeats: timed steps of each kind, whose median is reported.
+        source: ``noise``, a random batch in memory, or ``loader``, the configured data.
+        num_boxes: annotations per sample of noise.
 
     Raises:
         InputError: the source is unknown, or the run spans several processes.
@@ -55,19 +59,18 @@ def measure_step(
         raise InputError(f"bench.source={source} is unknown; use bench.source=noise or loader")
     if cfg.trainer.devices * cfg.trainer.num_nodes > 1:
         raise InputError(
-            f"bench=step measures one process and hardware.devices={cfg.trainer.devices} on "
-            f"hardware.nodes={cfg.trainer.num_nodes} asks for more; use hardware.devices=1 "
-            "hardware.nodes=1"
+            f"bench=step runs in one process, not on hardware.nodes={cfg.trainer.num_nodes} x "
+            f"hardware.devices={cfg.trainer.devices}; use hardware.devices=1 hardware.nodes=1"
         )
     cfg = _lean(cfg)
     module = build_module(cfg)
     prepare_execution(module, cfg)
     on_cuda = cfg.trainer.accelerator == "gpu"
-    watch = Stopwatch(module, on_cuda)
-    num_steps = watch.num_kinds * (1 + repeats)
+    timer = StepTimer(module, on_cuda)
+    num_steps = timer.num_kinds * (1 + repeats)
     trainer = build_trainer(
         cfg,
-        callbacks=[watch],
+        callbacks=[timer],
         max_steps=num_steps,
         max_epochs=-1,
         accumulate_grad_batches=1,
@@ -79,10 +82,10 @@ def measure_step(
         trainer.fit(module, datamodule=build_data(cfg))
     else:
         noise = make_batch(module.inputs, len(module.classes), cfg.data.batch_size, num_boxes)
-        trainer.fit(module, SameBatch(noise.pin_memory(), num_steps))
-    batch, device = watch.batch, torch.device("cuda" if on_cuda else "cpu")
+        trainer.fit(module, RepeatedBatch(noise.pin_memory(), num_steps))
+    batch, device = timer.batch, torch.device("cuda" if on_cuda else "cpu")
     assert batch is not None
-    module.to(device)  # Lightning took it back to the host
+    module.to(device)  # Lightning has moved it back to the CPU
     flops = count_flops(module, batch)
     rate = measure_matmul(device, _DTYPES.get(cfg.trainer.precision, torch.float32))
     context = trainer.precision_plugin.forward_context
@@ -101,25 +104,25 @@ def measure_step(
                 "mfu": flops / (whole.ms / 1e3) / rate,
             },
         )
-        for name, whole, split in watch.medians()
+        for name, whole, split in timer.medians()
     ]
     rows += measure_parts(module, batch, context, repeats, on_cuda)
     matching = measure_matching(module, batch, context, repeats)
     if matching is not None:
-        split = watch.medians()[-1][2]
+        split = timer.medians()[-1][2]
         share = matching.ms / sum(split.values())
         rows.append(Row("match", "matching", matching.ms, matching.cpu_ms, more={"share": share}))
-    what = (
+    conditions = (
         f"{module.network.__class__.__name__}, {size} samples of {source}, precision "
         f"{cfg.trainer.precision}, compile={cfg.compile}, channels_last={cfg.channels_last}; "
         f"medians of {repeats}."
     )
     mfu = (
         f"mfu: the step's {flops / 1e12:.3g} TFLOP (convolutions and matrix products, forward and "
-        f"backward) a second over the {rate / 1e12:.3g} TFLOP/s that a matrix product of this type "
-        f"and {_MATMUL_SIZE[device.type]} rows reaches here."
+        f"backward) per second over the {rate / 1e12:.3g} TFLOP/s of a matrix product of this "
+        f"dtype and {MATMUL_SIZE[device.type]} rows on this machine."
     )
-    return with_ratios(rows), [what, mfu]
+    return with_ratios(rows), [conditions, mfu]
 
 
 def count_flops(module: DetectionModule, batch: Batch) -> float:
@@ -133,18 +136,11 @@ def count_flops(module: DetectionModule, batch: Batch) -> float:
     return float(counter.get_total_flops())
 
 
-def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square matrix product."""
-    size = _MATMUL_SIZE[device.type]
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / (time_all({"": lambda: left @ right})[""].ms / 1e3)
-
-
 def _lean(cfg: DictConfig) -> DictConfig:
-    """Without what a step does not need, so that neither it nor its packages are asked for."""
+    """The configuration without callbacks, loggers and evaluator, which need optional packages."""
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     plain["callbacks"], plain["logger"], plain["model"]["evaluator"] = {}, {}, None
-    plain["model"]["loss_norm"] = "batch"  # of one process without accumulation there is no other
+    plain["model"]["loss_norm"] = "batch"  # the same for one process without accumulation
     lean = OmegaConf.create(plain)
     assert isinstance(lean, DictConfig)
     return lean

@@ -1,8 +1,7 @@
-"""Times parts of a network alone, with what they were given in a step."""
+"""Times single parts of a network, with the inputs recorded in a training step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,10 @@ from bev_lightning.benchmarks.report import Row
 from bev_lightning.benchmarks.timing import Timing, peak_extra_mib, time_all
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.ops.backend import use_reference
+from bev_lightning.runtime.fake_step import tensors_of
 from bev_lightning.structures import Batch
 
-# Where a network's own operators are, of the networks that have them.
+# Submodules that use operators of bev_lightning.ops, by name, in any network.
 _PARTS = ("encoder", "head", "camera.lift", "lidar")
 _Context = Callable[[], AbstractContextManager[Any]]
 
@@ -22,10 +22,14 @@ _Context = Callable[[], AbstractContextManager[Any]]
 def measure_parts(
     module: DetectionModule, batch: Batch, context: _Context, repeats: int, on_cuda: bool
 ) -> list[Row]:
-    """Forward and backward of each part with operators of its own, on references and fast.
+    """Rows of forward plus backward of each part, with reference and fast operators.
 
     Args:
-        context: of the precision.
+        module: the detector.
+        batch: a batch on the module's device.
+        context: the precision plugin's forward context.
+        repeats: timed calls, whose median is reported.
+        on_cuda: whether to leave out CPU times.
     """
     rows = []
     known = dict(module.network.named_modules())
@@ -49,8 +53,11 @@ def measure_parts(
 def measure_matching(
     module: DetectionModule, batch: Batch, context: _Context, repeats: int
 ) -> Timing | None:
-    """Costs, their way to the host, the assignment of all layers and samples, and its way back;
-    None of a head that matches nothing."""
+    """Time of matching predictions to boxes; None for a head without matching.
+
+    Covers the costs, their copy to the host, the assignments of all layers and samples, and their
+    copy back.
+    """
     criterion: Any = module.loss
     match = getattr(getattr(criterion, "detection", criterion), "match", None)
     if match is None:
@@ -64,8 +71,10 @@ def measure_matching(
 def _record(
     module: DetectionModule, parts: dict[str, nn.Module], batch: Batch, context: _Context
 ) -> dict[str, Any]:
-    """The arguments of each part in a forward pass of the module; of several calls, those of the
-    last: it is that of the current frame."""
+    """The arguments of each part in a forward pass of the module.
+
+    Of several calls the last one counts, which is that of the current frame.
+    """
     seen: dict[str, Any] = {}
 
     def make_hook(name: str) -> Callable[..., None]:
@@ -83,34 +92,23 @@ def _record(
 
 
 def _isolate(part: nn.Module, given: Any, context: _Context) -> Callable[[], None]:
-    """Forward and backward of ``part`` with given arguments."""
-    args, kwargs = _cut(given)
+    """A function that runs forward and backward of a part with given arguments."""
+    args, kwargs = _detach(given)
 
     def run() -> None:
         with context():
-            outputs = list(_tensors(part(*args, **kwargs)))
+            outputs = list(tensors_of(part(*args, **kwargs)))
         torch.stack([out.float().sum() for out in outputs if out.requires_grad]).sum().backward()
 
     return run
 
 
-def _cut(value: Any) -> Any:
-    """The same arguments as leaves that take gradients, where a map comes from before."""
+def _detach(value: Any) -> Any:
+    """The arguments detached; feature maps become leaves that require gradients."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.is_floating_point() and value.dim() > 3)
     if type(value) in (list, tuple):
-        return type(value)(_cut(item) for item in value)
+        return type(value)(_detach(item) for item in value)
     if type(value) is dict:
-        return {key: _cut(item) for key, item in value.items()}
+        return {key: _detach(item) for key, item in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name))

@@ -1,4 +1,4 @@
-"""Times the parts of Lightning's training steps."""
+"""Lightning callback that times the parts of training steps."""
 
 import statistics
 import time
@@ -19,11 +19,12 @@ PARTS = ("data", "forward", "loss", "backward", "optimizer")
 
 @dataclass
 class Step:
-    """Medians of one kind of step.
+    """Median times of one kind of step.
 
     Attributes:
-        ms, cpu_ms: on the wall and of this process's cores [ms].
-        peak_mib: memory at the worst moment [MiB].
+        ms: wall time [ms].
+        cpu_ms: CPU time of this process [ms].
+        peak_mib: peak memory [MiB].
     """
 
     ms: float
@@ -37,25 +38,25 @@ class _Record:
     peak_mib: float | None = None
 
 
-class Stopwatch(L.Callback):
-    """Alternates the kinds of steps and takes their times.
+class StepTimer(L.Callback):
+    """Alternates steps with reference and fast operators and times them.
 
-    A step begins where the one before ends, and ends when the weights are new. Its parts: ``data``,
-    the wait for the batch and its way to the device; ``forward``; ``loss``, with the matching;
-    ``backward``; ``optimizer``, with clipping.
+    A step starts at the end of the previous one and ends when the weights are updated. Its parts
+    are ``data`` (waiting for the batch and copying it to the device), ``forward``, ``loss``
+    (including matching), ``backward`` and ``optimizer`` (including clipping).
 
     Args:
-        module: whose criterion marks the end of the forward pass.
-        on_cuda: wait for the device at each mark of every second step.
+        module: its loss is wrapped, to mark the end of the forward pass.
+        on_cuda: synchronise between the parts in every second step.
 
     Attributes:
-        num_kinds: steps of a turn.
-        batch: the last one, on its device.
+        num_kinds: number of kinds of steps, which alternate.
+        batch: the last batch, on its device.
     """
 
     def __init__(self, module: DetectionModule, on_cuda: bool) -> None:
         self.on_cuda = on_cuda
-        # Reference before fast; on CUDA undisturbed before split.
+        # Reference before fast; on CUDA the whole step before its parts.
         self.kinds = [(name, split) for name in ("reference", "fast") for split in (False, True)]
         if not on_cuda:
             self.kinds = [kind for kind in self.kinds if kind[1]]
@@ -65,7 +66,7 @@ class Stopwatch(L.Callback):
         self._switch = ExitStack()
         self._memory = PeakMemory()
         self._loss = module.loss
-        module.loss = self._marked  # type: ignore[assignment]
+        module.loss = self._timed_loss  # type: ignore[assignment]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._begin()
@@ -92,13 +93,13 @@ class Stopwatch(L.Callback):
         """Name, whole step and parts [ms] of the reference and of the fast implementation."""
         result = []
         for name in ("reference", "fast"):
-            whole = self._of(name, split=not self.on_cuda)
+            whole = self._records_of(name, split=not self.on_cuda)
             step = Step(
                 statistics.median(_span(r, 0) for r in whole),
                 statistics.median(_span(r, 1) for r in whole),
                 max((r.peak_mib for r in whole if r.peak_mib is not None), default=None),
             )
-            records = self._of(name, split=True)
+            records = self._records_of(name, split=True)
             parts = {
                 part: statistics.median(
                     (r.marks[number + 1][0] - r.marks[number][0]) * 1e3 for r in records
@@ -108,8 +109,8 @@ class Stopwatch(L.Callback):
             result.append((name, step, parts))
         return result
 
-    def _of(self, name: str, split: bool) -> list[_Record]:
-        """The records of a kind but its first, which warms up."""
+    def _records_of(self, name: str, split: bool) -> list[_Record]:
+        """The records of a kind except its first, which is a warm-up."""
         kind = self.kinds.index((name, split))
         return self._records[kind :: self.num_kinds][1:]
 
@@ -121,7 +122,7 @@ class Stopwatch(L.Callback):
             self._switch.enter_context(use_reference())
         self._mark(last=True)
 
-    def _marked(self, predictions: Any, targets: Any) -> Any:
+    def _timed_loss(self, predictions: Any, targets: Any) -> Any:
         self._mark()
         terms = self._loss(predictions, targets)
         self._mark()

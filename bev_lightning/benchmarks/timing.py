@@ -1,4 +1,4 @@
-"""Time and memory of a function, medians of interleaved repetitions."""
+"""Measures time and memory of functions, and the copy and matrix-product rates of a machine."""
 
 import ctypes
 import statistics
@@ -11,15 +11,19 @@ import torch
 
 from bev_lightning.progress import track
 
+COPY_MIB = 256
+# Rows and columns of the matrices in measure_matmul.
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians of one call.
+    """Median times of a call.
 
     Attributes:
-        ms: on the wall [ms].
-        cpu_ms: of this process's cores, all threads together [ms]. On a shared machine it is the
-            steadier of the two.
+        ms: wall time [ms].
+        cpu_ms: CPU time of all threads of this process [ms], the steadier of the two on a shared
+            machine.
     """
 
     ms: float
@@ -27,30 +31,35 @@ class Timing:
 
 
 def time_all(
-    functions: Mapping[str, Callable[[], object]], repeats: int = 5, what: str = "measuring"
+    functions: Mapping[str, Callable[[], object]], repeats: int = 5, description: str = "measuring"
 ) -> dict[str, Timing]:
-    """Time functions in turn, so that a change of the machine's load meets all of them alike.
+    """Time functions in turn, so that a change of the machine's load affects all of them alike.
 
-    Each is called once before, which compiles what is compiled on first use. On CUDA a call ends
+    Each is called once before, so that compilation on first use is not timed. On CUDA a call ends
     when the device has finished.
+
+    Args:
+        functions: by name.
+        repeats: timed calls, whose median is reported.
+        description: of the progress bar.
     """
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     for function in functions.values():
         function()
-    for _ in track(range(repeats), what, unit="repeat"):
+    for _ in track(range(repeats), description, unit="repeat"):
         for name, function in functions.items():
             samples[name].append(_time(function))
     return {
-        name: Timing(*(statistics.median(column) for column in zip(*taken, strict=True)))
-        for name, taken in samples.items()
+        name: Timing(*(statistics.median(column) for column in zip(*times, strict=True)))
+        for name, times in samples.items()
     }
 
 
 class PeakMemory:
-    """Memory at its worst between :meth:`reset` and :meth:`read`, beyond what was taken before.
+    """Peak memory between :meth:`reset` and :meth:`read`, minus the memory in use at the reset.
 
-    On CUDA that of torch's allocator; else the process's resident memory, whose high-water mark
-    Linux can set anew.
+    On CUDA of torch's allocator; otherwise the process's resident memory, whose high-water mark
+    Linux can reset.
     """
 
     def __init__(self) -> None:
@@ -63,7 +72,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             return
         try:
-            # What was freed goes back to the system first; what reuses it would look free.
+            # Return freed memory to the system first; its reuse would not count as growth.
             ctypes.CDLL("libc.so.6").malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _resident_kib("VmRSS") / 1024
@@ -71,7 +80,7 @@ class PeakMemory:
             self._before = None
 
     def read(self) -> float | None:
-        """[MiB]; None where nobody counts it."""
+        """Peak memory [MiB]; None where the system does not report it."""
         if self._before is None:
             return None
         if torch.cuda.is_available():
@@ -81,11 +90,26 @@ class PeakMemory:
 
 
 def peak_extra_mib(function: Callable[[], object]) -> float | None:
-    """Memory that a call takes at its worst, see :class:`PeakMemory` [MiB]."""
+    """Peak memory of a call, see :class:`PeakMemory` [MiB]."""
     memory = PeakMemory()
     memory.reset()
     function()
     return memory.read()
+
+
+def measure_copy(device: torch.device) -> float:
+    """Memory bandwidth of a large copy, reads plus writes [B/s]."""
+    source = torch.ones(COPY_MIB * 2**18, device=device)
+    target = torch.empty_like(source)
+    seconds = time_all({"": lambda: target.copy_(source)})[""].ms / 1e3
+    return 2 * COPY_MIB * 2**20 / seconds
+
+
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """Rate of a large square matrix product [FLOP/s]."""
+    size = MATMUL_SIZE[device.type]
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / (time_all({"": lambda: left @ right})[""].ms / 1e3)
 
 
 def _time(function: Callable[[], object]) -> tuple[float, float]:

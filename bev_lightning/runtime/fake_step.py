@@ -139,10 +139,10 @@ def blank_batch(inputs: Inputs, size: int) -> Batch:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested dataclasses and tuples."""
+    """Every tensor in nested dataclasses, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)
     elif dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Rows of short trainings, told by trainings that are told themselves."""
+"""bench=axes and bench=scaling, with faked trainings."""
 
 import json
 from pathlib import Path
@@ -21,18 +21,18 @@ class Ended:
 
 @pytest.fixture
 def cfg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    words = ["bench=axes", "bench.steps=3", "model=bevfusion_lidar_toy", "precision='32'"]
-    (tmp_path / "run.json").write_text(json.dumps({"overrides": words}))
+    overrides = ["bench=axes", "bench.steps=3", "model=bevfusion_lidar_toy", "precision='32'"]
+    (tmp_path / "run.json").write_text(json.dumps({"overrides": overrides}))
 
     def start(command: list[str], **_: Any) -> Ended:
         trained = load_config("train", command[3:])
         assert trained.trainer.max_steps == 3 and trained.model.inputs.camera is None
-        said = dict(word.split("=", 1) for word in command[3:])
-        if said["precision"] == "fp8":
+        values = dict(override.split("=", 1) for override in command[3:])
+        if values["precision"] == "fp8":
             return Ended()
         accumulation = str(trained.trainer.accumulate_grad_batches)
         devices = str(trained.hardware.devices).replace("auto", "1")
-        folder = Path(said["hydra.run.dir"])
+        folder = Path(values["hydra.run.dir"])
         (folder / "checkpoints").mkdir(parents=True)
         score = {
             "status": "finished",
@@ -71,7 +71,7 @@ def test_scaling_is_against_one_process(cfg: Any) -> None:
     assert [row.ratio for row in rows] == pytest.approx([1, 5 / 4, 7 / 4])
 
 
-def test_precisions_are_the_machines() -> None:
+def test_precisions_follow_the_machine() -> None:
     assert choose_precisions(Machine()) == ["32"]
     assert choose_precisions(Machine(1, "RTX 2080", 11.0, 7.5)) == ["32", "16"]
     assert choose_precisions(Machine(1, "RTX 3090", 24.0, 8.6)) == ["32", "16", "bf16"]

@@ -1,4 +1,4 @@
-"""What a rented GPU lacks, and what is said where there is none."""
+"""bench=gpu: without optional packages, without a GPU, and with faked results."""
 
 import json
 import os
@@ -50,9 +50,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def test_a_step_needs_neither_devkit_nor_dali(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = ["bench=step", "hardware=cpu", *TINY]
+    overrides = ["bench=step", "hardware=cpu", *TINY]
     done = subprocess.run(
-        [sys.executable, "-m", "bev_lightning.bench", *words],
+        [sys.executable, "-m", "bev_lightning.bench", *overrides],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -65,7 +65,7 @@ def test_a_step_needs_neither_devkit_nor_dali(tmp_path: Path, environment: dict[
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_script_says_that_there_is_no_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_script_refuses_without_a_gpu(tmp_path: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
         ["bash", str(ROOT / "scripts/gpu_check.sh")],
         cwd=tmp_path,
@@ -77,18 +77,21 @@ def test_the_script_says_that_there_is_no_gpu(tmp_path: Path, environment: dict[
     assert done.returncode == 2 and not (tmp_path / "gpu_check.json").exists()
     (line,) = done.stderr.strip().splitlines()
     assert line == (
-        "bev_lightning.bench: bench=gpu measures a CUDA card and torch finds none; run it on a "
-        "machine with one"
+        "bev_lightning.bench: bench=gpu measures a CUDA GPU and torch finds none; run it on a "
+        "machine with a GPU"
     )
 
 
-def test_what_does_not_run_is_told(tmp_path: Path) -> None:
+def test_failures_are_reported(tmp_path: Path) -> None:
     output, end = tmp_path / "output.txt", time.monotonic() + 60
     assert gpu._call(["platform"], output, end) is None and output.read_text()
     assert gpu._call(["no_such_module"], output, end).endswith("No module named no_such_module")
-    assert gpu._call(["platform"], output, time.monotonic()) == "not begun, the time was over"
+    assert (
+        gpu._call(["platform"], output, time.monotonic())
+        == "not started, the time limit was reached"
+    )
     slow = ["timeit", "-n1", "-r1", "import time; time.sleep(60)"]
-    assert gpu._call(slow, output, time.monotonic() + 5.2) == "stopped, the time was over"
+    assert gpu._call(slow, output, time.monotonic() + 5.2) == "stopped at the time limit"
 
 
 def test_the_tests_for_a_gpu_are_found_and_counted(
@@ -106,7 +109,7 @@ def test_the_tests_for_a_gpu_are_found_and_counted(
     (folder / "test_b.py").write_text("import no_such_module\n" + marked.format("b", "pass"))
     (folder / "test_c.py").write_text("import no_such_module\n")
     monkeypatch.setattr(gpu, "_ROOT", tmp_path)
-    (note,) = gpu._test(tmp_path, time.monotonic() + 300)
+    (note,) = gpu._run_tests(tmp_path, time.monotonic() + 300)
     assert note.startswith("tests: 1 passed, 1 skipped, 2 failed: ")
     assert "test_bad" in note and "test_b" in note and "test_c" not in note
 
@@ -118,15 +121,15 @@ def test_rows_of_all_cases_become_one_table(
     row |= {"peak_mib": 3.0, "ratio": 2.5, "mfu": 0.25}
     called = []
 
-    def call(words: list[str], output: Path, end: float) -> str | None:
-        called.append(words)
-        if "precision=fp8" in words:
+    def call(command: list[str], output: Path, deadline: float) -> str | None:
+        called.append(command)
+        if "precision=fp8" in command:
             return "precision=fp8 is not available"
         (output.parent / "bench.json").write_text(json.dumps({"rows": [row]}))
         return None
 
     monkeypatch.setattr(gpu, "_call", call)
-    monkeypatch.setattr(gpu, "_test", lambda run, end: ["tests: 1 passed."])
+    monkeypatch.setattr(gpu, "_run_tests", lambda run, deadline: ["tests: 1 passed."])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cfg = resolve(load_config("bench", ["bench=gpu", "hardware=cpu"]), Machine(), tmp_path)
     variants = ["precision=32 seed=2", "precision=fp8"]

@@ -1,4 +1,4 @@
-"""The loading bench on few samples; what its files are like."""
+"""bench=loading on few samples, and its random files."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from bev_lightning.benchmarks.random_sensor_files import make_recordings
 from bev_lightning.config.compose import load_config
 
 
-def test_files_are_as_large_as_real_ones(tmp_path: Path) -> None:
+def test_files_have_realistic_sizes(tmp_path: Path) -> None:
     recordings = make_recordings(tmp_path, 1, ("CAM_FRONT", "CAM_BACK"), sweeps=1)
     sample = recordings.sample("sample0")
     assert [int(depth) for depth in sample.readings.depth] == [0, 0, 0, 1]
@@ -23,7 +23,7 @@ def test_files_are_as_large_as_real_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rungs_and_parts_are_compared() -> None:
+def test_loaders_and_parts_are_compared() -> None:
     rows, notes = measure_loading(load_config("bench", ["bench=loading"]), 1, 1, 1, 2, 1)
     ratios = {(row.group, row.name): row.ratio for row in rows}
     assert ratios["loader", "torch"] == 1
@@ -33,4 +33,4 @@ def test_rungs_and_parts_are_compared() -> None:
     assert len(differences) == 2 and max(differences) < 2.5
     cached = next(row for row in rows if "cache" in row.name)
     assert 0.5 < cached.more["cache_hit_rate"] <= 1
-    assert "2 samples of own making" in notes[0]
+    assert "2 random samples" in notes[0]

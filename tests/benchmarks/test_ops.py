@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bev_lightning.benchmarks.ops import measure_ops
-from bev_lightning.benchmarks.ops_points import make_scan
+from bev_lightning.benchmarks.ops_lidar import make_scan
 from bev_lightning.benchmarks.report import write_report
 from bev_lightning.config.compose import load_config
 from bev_lightning.config.resolve import resolve

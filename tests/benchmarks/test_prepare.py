@@ -1,15 +1,15 @@
-"""bench=prepare: the tables it makes, and what it says of them."""
+"""bench=prepare: the random tables and the report."""
 
 import json
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from bev_lightning.benchmarks.prepare import run
+from bev_lightning.benchmarks.prepare import measure_prepare
 from bev_lightning.benchmarks.random_tables import VERSION, write_tables
 
 
-def test_tables_are_as_large_as_asked_and_always_the_same(tmp_path: Path) -> None:
+def test_tables_have_the_given_size_and_are_reproducible(tmp_path: Path) -> None:
     counts = [write_tables(tmp_path / name, ["scene-0001", "scene-0002"], 21) for name in "ab"]
     assert counts[0] == counts[1]
     for table in (tmp_path / "a" / VERSION).glob("*.json"):
@@ -24,7 +24,7 @@ def test_tables_are_as_large_as_asked_and_always_the_same(tmp_path: Path) -> Non
 
 def test_bench_compares_with_the_devkit(tmp_path: Path) -> None:
     cfg = OmegaConf.create({"paths": {"run": str(tmp_path)}})
-    rows, notes = run(cfg, 0.0006, num_workers=1, devkit_scale=0.0003, devkit_samples=5)
+    rows, notes = measure_prepare(cfg, 0.0006, num_workers=1, devkit_scale=0.0003, devkit_samples=5)
     assert [row.name for row in rows] == [
         "devkit: load and loop",
         "devkit: load alone",
@@ -36,5 +36,5 @@ def test_bench_compares_with_the_devkit(tmp_path: Path) -> None:
     assert rows[0].cpu_ms > rows[1].cpu_ms > 0 and rows[3].ms < 100
     assert rows[2].peak_mib > 100 and rows[2].more["index_mib"] > 0.1
     assert "20 sample," in notes[0] and "looped over 5 of them" in notes[1]
-    assert "scaled by 2 and 4" in notes[1]
+    assert "scaled by 2, loop time by 4" in notes[1]
     assert list(tmp_path.iterdir()) == []

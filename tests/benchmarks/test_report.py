@@ -19,7 +19,7 @@ def test_ratio_is_by_process_time_where_both_have_it() -> None:
     assert [row.ratio for row in with_ratios(ROWS)] == [1.0, 4.0, 1.0, 4.0]
 
 
-def test_report_is_read_by_programs_and_people(tmp_path: Path) -> None:
+def test_report_as_json_markdown_and_image(tmp_path: Path) -> None:
     text = write_report(tmp_path, "ops", {"num_cpus": 2}, with_ratios(ROWS), ["half precision"])
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["bench"] == "ops" and content["machine"] == {"num_cpus": 2}
@@ -34,7 +34,7 @@ def test_report_is_read_by_programs_and_people(tmp_path: Path) -> None:
         "share_of_copy": 0.5,
     }
     lines = text.splitlines()
-    # No column that is empty everywhere.
+    # Columns without values are left out.
     assert lines[0] == "| name | group | ms | cpu_ms | peak_mib | ratio | share_of_copy |"
     assert lines[3] == "| fast | pool | 4 | 3 | 20 | 4 | 0.5 |" and lines[-1] == "half precision"
     assert Image.open(tmp_path / "bench.png").size[0] == 1080

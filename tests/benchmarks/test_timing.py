@@ -1,4 +1,4 @@
-"""Times and memory that the benches report."""
+"""Timing and peak memory of functions."""
 
 import time
 
@@ -17,9 +17,9 @@ def test_times_are_medians_of_interleaved_calls() -> None:
     timings = time_all({"slow": slow, "fast": lambda: order.append("fast")}, repeats=3)
     assert order == ["slow", "fast"] * 4  # one call each to warm up
     assert timings["slow"].ms >= 20 > timings["fast"].ms
-    assert timings["slow"].cpu_ms < 20  # a sleeper takes no core
+    assert timings["slow"].cpu_ms < 20  # sleeping takes no CPU time
 
 
-def test_peak_memory_counts_what_is_gone_at_the_end() -> None:
+def test_peak_memory_counts_freed_memory() -> None:
     extra = peak_extra_mib(lambda: np.ones(8 * 2**20).sum())
     assert extra is None or 60 < extra < 80

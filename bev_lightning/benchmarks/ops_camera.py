@@ -1,9 +1,7 @@
-"""BEV pooling and attention against what published code does, forward and backward."""
+"""Benchmarks of the camera branch's operators: BEV pooling, deformable attention and attention."""
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,17 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from bev_lightning.benchmarks.op_timing import Forward, by_reference, measure_backward
 from bev_lightning.benchmarks.report import Row
-from bev_lightning.benchmarks.timing import peak_extra_mib, time_all
 from bev_lightning.models.lift import LiftSplat
 from bev_lightning.ops.attention import attention
-from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.ops.deform_attention import multi_scale_deformable_attention
 from bev_lightning.structures import BevGrid, Cameras
 from bev_lightning.structures.geometry import project
-
-Step = Callable[[], Tensor]
 
 
 def measure_bev_pool(
@@ -31,9 +26,11 @@ def measure_bev_pool(
     cell_m: float = 0.3,
     repeats: int = 5,
 ) -> list[Row]:
-    """BEVFusion's pooling as published: six cameras, 118 depths, 360 x 360 cells. In the group
-    ``fixed rig`` everything that follows from the calibration alone is given to all, in ``new
-    calibration`` the cells are and sorting them is part of the step."""
+    """Rows of BEVFusion's pooling as published: six cameras, 118 depths, 360 x 360 cells.
+
+    In the group ``fixed rig`` everything that depends only on the calibration is precomputed, in
+    ``new calibration`` sorting the points by cell is part of the timed step.
+    """
     bins, size = (1.0, 60.0, 0.5), (image_size[0] // 8, image_size[1] // 8)
     grid = BevGrid((-54.0, -54.0, -10.0, 54.0, 54.0, 10.0), (cell_m, cell_m))
     with torch.device(device), torch.random.fork_rng([]):
@@ -46,16 +43,15 @@ def measure_bev_pool(
     order, lengths = _sort_points(cells, grid.shape)
     index = build_pool_index(cells, grid.shape)
 
-    def pool_by_reference() -> Tensor:
-        with use_reference():
-            return bev_pool(depth, features, index)
+    def pool() -> Tensor:
+        return bev_pool(depth, features, index)
 
-    fixed: dict[str, Step] = {
+    fixed: dict[str, Forward] = {
         "cumsum trick": lambda: _pool_by_cumsum(depth, features, order, lengths, grid.shape),
-        "reference (index_add_)": pool_by_reference,
-        "bev_pool": lambda: bev_pool(depth, features, index),
+        "reference (index_add_)": partial(by_reference, pool),
+        "bev_pool": pool,
     }
-    fresh: dict[str, Step] = {
+    fresh: dict[str, Forward] = {
         "cumsum trick": lambda: _pool_by_cumsum(
             depth, features, *_sort_points(cells, grid.shape), grid.shape
         ),
@@ -63,7 +59,7 @@ def measure_bev_pool(
     }
     num_points, num_inside = cells.numel(), int(index.starts[-1])
     counted = {
-        # Depth twice, its gradient, index and cells; features twice, their gradient; out and grad.
+        # Depth (twice), its gradient, index, cells; features (twice), their gradient; out and grad.
         "least_mib": (24.0 * num_points + 12 * features.numel() + 8 * grad.numel()) / 2**20,
         "gflop": 6e-9 * num_inside * channels,
     }
@@ -77,17 +73,20 @@ def measure_bev_pool(
 def measure_deform_attention(
     device: torch.device, sides: Sequence[int] = (50, 200), repeats: int = 5
 ) -> list[Row]:
-    """BEVFormer's attentions, 8 heads of 32 channels: to a BEV map of the queries' own size with 4
-    points, and of 50 x 50 queries to six images with 8 points."""
+    """Rows of BEVFormer's deformable attentions, 8 heads of 32 channels.
+
+    Temporal: each query to a BEV map of the queries' size with 4 points. Spatial: 50 x 50 queries
+    to six images with 8 points.
+    """
     rows = []
     for side in sides:
         with torch.device(device), torch.random.fork_rng([]):
             torch.manual_seed(0)
             shapes = [(side, side)]
             value = torch.randn(1, side * side, 8, 32, requires_grad=True)
-            place = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
-            place = (place.view(1, -1, 1, 1, 1, 2) + 0.5) / side
-            locations = (place + make_offsets(side * side, 4) / side).requires_grad_()
+            centres = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+            centres = (centres.view(1, -1, 1, 1, 1, 2) + 0.5) / side
+            locations = (centres + make_offsets(side * side, 4) / side).requires_grad_()
             weights = torch.rand(1, side * side, 8, 1, 4).softmax(-1).requires_grad_()
             grad = torch.randn(1, side * side, 256)
         leaves = [value, locations, weights]
@@ -108,7 +107,7 @@ def measure_deform_attention(
 
 
 def _measure_spatial(device: torch.device, side: int, repeats: int) -> list[Row]:
-    """The images of BEVFormer-tiny, 480 x 800 at stride 32."""
+    """Spatial attention to the images of BEVFormer-tiny, 480 x 800 at stride 32."""
     with torch.device(device), torch.random.fork_rng([]):
         torch.manual_seed(0)
         shapes = [(15, 25)]
@@ -124,11 +123,11 @@ def _measure_spatial(device: torch.device, side: int, repeats: int) -> list[Row]
         weights = torch.rand(1, side * side, 8, 1, 8).softmax(-1).requires_grad_()
         grad = torch.randn(1, side * side, 256)
     leaves = [value, offsets, weights]
-    rows = find_rows(seen)
+    visible = find_visible_queries(seen)
 
-    functions: dict[str, Step] = {
+    functions: dict[str, Forward] = {
         "grid_sample of the visible queries": lambda: _attend_gathered(
-            leaves, shapes, anchors, seen, rows
+            leaves, shapes, anchors, seen, visible
         ),
         **_attentions(shapes, leaves, anchors, seen),
     }
@@ -149,8 +148,11 @@ def measure_attention(
     cells: int = 32400,
     repeats: int = 5,
 ) -> list[Row]:
-    """With a dropout of 0.1: among BEVFormer's queries, 8 heads of 32 channels, and of BEVFusion's
-    to all cells of its map, 8 heads of 16."""
+    """Rows of attention with a dropout of 0.1.
+
+    BEVFormer's self-attention (8 heads of 32 channels) and BEVFusion's attention of queries to all
+    cells of its map (8 heads of 16).
+    """
     rows = []
     for count, keys, width in ((queries[0], queries[0], 32), (queries[1], cells, 16)):
         with torch.device(device), torch.random.fork_rng([]):
@@ -164,14 +166,13 @@ def measure_attention(
         def attend(leaves: Sequence[Tensor] = leaves) -> Tensor:
             return attention(*leaves, dropout=0.1)
 
-        def attend_by_reference(leaves: Sequence[Tensor] = leaves) -> Tensor:
-            with use_reference():
-                return attention(*leaves, dropout=0.1)
-
         numbers = 3 * sum(leaf.numel() for leaf in leaves) + 2 * grad.numel()
         rows += measure_backward(
             f"attention with dropout, {count} queries to {keys}",
-            {"reference (scaled_dot_product)": attend_by_reference, "attention": attend},
+            {
+                "reference (scaled_dot_product)": partial(by_reference, attend),
+                "attention": attend,
+            },
             leaves,
             grad,
             repeats,
@@ -181,10 +182,11 @@ def measure_attention(
 
 
 def make_rig(image_size: tuple[int, int], horizon: float) -> Tensor:
-    """``image_from_lidar`` ``(1, 6, 4, 4)`` of six cameras of 65 degrees that look all around.
+    """``image_from_lidar`` ``(1, 6, 4, 4)`` of six cameras with 65 degrees field of view each.
 
     Args:
-        horizon: its height in the image, as a share from the top.
+        image_size: height, width [px].
+        horizon: height of the horizon in the image, 0 (top) to 1.
     """
     height, width = image_size
     focal = 0.79 * width
@@ -200,8 +202,10 @@ def make_rig(image_size: tuple[int, int], horizon: float) -> Tensor:
 
 
 def make_offsets(num_queries: int, num_points: int) -> Tensor:
-    """``(1, Q, 8, 1, P, 2)`` [cells] near those that attention starts with: head h looks in its own
-    direction, point k k + 1 cells far; half a cell of noise."""
+    """Sampling offsets ``(1, Q, 8, 1, P, 2)`` [cells] like those of an untrained model.
+
+    Each head has its own direction and point k is k + 1 cells away, with half a cell of noise.
+    """
     angle = torch.arange(8) * (math.pi / 4)
     direction = torch.stack([angle.cos(), angle.sin()], dim=-1).view(8, 1, 1, 2)
     offsets = direction * (torch.arange(num_points) % 4 + 1.0).view(-1, 1)
@@ -210,75 +214,26 @@ def make_offsets(num_queries: int, num_points: int) -> Tensor:
 
 def _attentions(
     shapes: Sequence[tuple[int, int]], leaves: Sequence[Tensor], *views: Tensor
-) -> dict[str, Step]:
+) -> dict[str, Forward]:
     value, locations, weights = leaves
 
     def attend() -> Tensor:
         return multi_scale_deformable_attention(value, shapes, locations, weights, *views)
 
-    def attend_by_reference() -> Tensor:
-        with use_reference():
-            return attend()
-
-    return {"reference (grid_sample)": attend_by_reference, "deformable attention": attend}
+    return {
+        "reference (grid_sample)": partial(by_reference, attend),
+        "deformable attention": attend,
+    }
 
 
 def _count(leaves: Sequence[Tensor], grad: Tensor, num_read: int) -> dict[str, float]:
-    """Inputs twice and their gradients, output and its gradient, once each; 4 corners a point."""
+    """Bytes and FLOPs: inputs are read twice, everything else once; 4 corners per point."""
     numbers = 3 * sum(leaf.numel() for leaf in leaves) + 2 * grad.numel()
     return {"least_mib": 4.0 * numbers / 2**20, "gflop": 6e-9 * 4 * num_read * 32}
 
 
-def measure_backward(
-    group: str,
-    functions: Mapping[str, Step],
-    leaves: Sequence[Tensor],
-    grad: Tensor,
-    repeats: int,
-    counted: Mapping[str, float],
-) -> list[Row]:
-    """A row a function: forward and backward together, and the forward's share of the time."""
-    forward_ms: dict[str, list[float]] = {name: [] for name in functions}
-
-    def make_step(name: str, function: Step) -> Callable[[], object]:
-        def step() -> None:
-            begun = time.process_time()
-            out = function()
-            if out.is_cuda:
-                torch.cuda.synchronize()
-            forward_ms[name].append(1e3 * (time.process_time() - begun))
-            torch.autograd.grad(out, leaves, grad)
-
-        return step
-
-    steps = {name: make_step(name, function) for name, function in functions.items()}
-    # One after the other, not in turn: else one pays for giving back the memory that another freed.
-    timings = {
-        name: time_all({name: step}, repeats, f"{group}, {name}")[name]
-        for name, step in steps.items()
-    }
-    results_mib = 4.0 * (grad.numel() + sum(leaf.numel() for leaf in leaves)) / 2**20
-    forward = {name: statistics.median(taken[1:]) for name, taken in forward_ms.items()}
-    rows = []
-    for name, step in steps.items():
-        peak_mib = peak_extra_mib(step)
-        # Of the peak, output and gradients are asked for.
-        extra_mib = None if peak_mib is None else max(0.0, peak_mib - results_mib)
-        rows.append(
-            Row(
-                name=name,
-                group=group,
-                ms=timings[name].ms,
-                cpu_ms=timings[name].cpu_ms,
-                peak_mib=peak_mib,
-                more={"forward_cpu_ms": forward[name], "extra_mib": extra_mib, **counted},
-            )
-        )
-    return rows
-
-
 def _sort_points(cells: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Points inside the grid sorted by cell, and the cell of each."""
+    """Points inside the grid, sorted by cell, and the cell of each."""
     batch = cells.shape[0]
     sample = torch.arange(batch, device=cells.device).view(-1, 1, 1, 1, 1)
     rank = (cells + sample * (shape[0] * shape[1])).flatten()
@@ -290,8 +245,7 @@ def _sort_points(cells: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]
 def _pool_by_cumsum(
     depth: Tensor, features: Tensor, order: Tensor, rank: Tensor, shape: tuple[int, int]
 ) -> Tensor:
-    """Lift, Splat, Shoot's pooling (section 4.2): the product in full, a running sum over the
-    sorted points, and differences where the cell changes."""
+    """Lift, Splat, Shoot's pooling (section 4.2): differences of a cumsum over sorted points."""
     channels = features.shape[2]
     lifted = depth.unsqueeze(-1) * features.movedim(2, -1).unsqueeze(2)
     sums = _CumsumPool.apply(lifted.flatten(0, -2)[order], rank)
@@ -316,9 +270,8 @@ class _CumsumPool(torch.autograd.Function):
         return grad[torch.where(last, run - 1, run)], None
 
 
-def find_rows(seen: Tensor) -> Tensor:
-    """``(N, V)`` the queries that each view of one sample sees, padded with query 0 to the longest
-    list."""
+def find_visible_queries(seen: Tensor) -> Tensor:
+    """Queries ``(N, V)`` that each view of one sample sees, padded with query 0."""
     lists = [row.nonzero().squeeze(1) for row in seen[0]]
     rows = seen.new_zeros(len(lists), max(map(len, lists)), dtype=torch.long)
     for row, content in zip(rows, lists, strict=True):
@@ -333,14 +286,13 @@ def _attend_gathered(
     seen: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """BEVFormer's spatial attention as published: each image gets a padded list of the queries that
-    it sees, whose results are added back."""
+    """BEVFormer's spatial attention as published, over padded lists of visible queries."""
     value, offsets, weights = leaves
     view = torch.arange(len(rows), device=rows.device).unsqueeze(1)
-    places = anchors[0, view, rows].repeat(1, 1, offsets.shape[-2] // anchors.shape[-2], 1)
-    places = places.clamp(-1e4, 1e4)[:, :, None, None] + offsets[0][rows]
-    attended = _attend_as_published(value, shapes, places, weights[0][rows])
-    # Padding repeats query 0 behind a list that may hold it first.
+    positions = anchors[0, view, rows].repeat(1, 1, offsets.shape[-2] // anchors.shape[-2], 1)
+    positions = positions.clamp(-1e4, 1e4)[:, :, None, None] + offsets[0][rows]
+    attended = _attend_as_published(value, shapes, positions, weights[0][rows])
+    # Mask the padding: it repeats query 0, which may also be visible.
     length = seen[0].sum(-1, keepdim=True)
     valid = torch.arange(rows.shape[1], device=rows.device) < length
     attended = (attended * valid.unsqueeze(-1)).flatten(0, 1)
@@ -351,7 +303,7 @@ def _attend_gathered(
 def _attend_as_published(
     value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Deformable DETR's own fallback: the samples of all levels side by side, then their sum."""
+    """Deformable DETR's published PyTorch fallback: stack the samples of all levels, then sum."""
     batch, queries, heads = weights.shape[:3]
     samples = []
     start = 0

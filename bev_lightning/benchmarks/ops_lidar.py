@@ -1,17 +1,14 @@
-"""Voxelisation, sparse convolution and suppression beside what else could be done."""
+"""Benchmarks of the lidar branch's operators: voxelisation, sparse convolution and NMS."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from bev_lightning.benchmarks.ops_view import measure_backward
+from bev_lightning.benchmarks.op_timing import by_reference, measure_backward, measure_forward
 from bev_lightning.benchmarks.report import Row
-from bev_lightning.benchmarks.timing import peak_extra_mib, time_all
-from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.nms import circle_nms
 from bev_lightning.ops.sparse_conv import (
     Rulebook,
@@ -22,8 +19,6 @@ from bev_lightning.ops.sparse_conv import (
 from bev_lightning.ops.sparse_conv.spconv import is_installed
 from bev_lightning.ops.voxelize import assign_cells, voxelize_hard
 
-T = TypeVar("T")
-
 # BEVFusion's lidar branch as published.
 _RANGE = (-54.0, -54.0, -5.0, 54.0, 54.0, 3.0)
 _CELL = (0.075, 0.075, 0.2)
@@ -32,8 +27,10 @@ _MAX_POINTS, _MAX_VOXELS = 10, 120_000
 
 
 def make_scan(num_points: int) -> Tensor:
-    """``(1, num_points, 5)`` points of ten sweeps of a 32-beam lidar 1.8 m above the ground, among
-    walls; ranges have 2 cm of noise and each sweep stands half a metre behind the next."""
+    """Simulated points ``(1, num_points, 5)`` of ten sweeps of a 32-beam lidar among walls.
+
+    The lidar is 1.8 m above the ground and moves half a metre per sweep; ranges have 2 cm of noise.
+    """
     generator = torch.Generator().manual_seed(0)
     steps = math.ceil(num_points / 320)
     sweep, beam, step = torch.meshgrid(
@@ -52,7 +49,7 @@ def make_scan(num_points: int) -> Tensor:
 
 
 def measure_voxelize(device: torch.device, num_points: int, repeats: int) -> list[Row]:
-    """Hard voxels of 0.075 m."""
+    """Rows of hard voxelisation with voxels of 0.075 m."""
     points = make_scan(num_points).to(device)
     count = torch.tensor([num_points], device=device)
     arguments = (points, count, _RANGE, _CELL, _MAX_POINTS, _MAX_VOXELS)
@@ -69,12 +66,12 @@ def measure_voxelize(device: torch.device, num_points: int, repeats: int) -> lis
         generator = PointToVoxel(_CELL, _RANGE, 5, _MAX_VOXELS, _MAX_POINTS, device)
         others["spconv's generator"] = lambda: generator(points[0])
     num_voxels = len(voxelize_hard(*arguments)[1])
-    # Points, and of each voxel its points, coordinates and number.
+    # The points, and the points, coordinates and count of each voxel.
     numbers = points.numel() + num_voxels * (_MAX_POINTS * 5 + 2 * 5)
-    return _measure(
+    return measure_forward(
         f"voxelisation, {num_points} points",
         {
-            "reference (sort)": lambda: _by_reference(lambda: voxelize_hard(*arguments)),
+            "reference (sort)": lambda: by_reference(lambda: voxelize_hard(*arguments)),
             "torch.unique, cells only": number_by_unique,
             **others,
             "voxelize_hard": lambda: voxelize_hard(*arguments),
@@ -85,7 +82,7 @@ def measure_voxelize(device: torch.device, num_points: int, repeats: int) -> lis
 
 
 def measure_sparse_conv(device: torch.device, num_points: int, repeats: int) -> list[Row]:
-    """The rulebooks and submanifold convolutions of the published encoder's stages."""
+    """Rows of the rulebook and of the submanifold convolutions of the published encoder."""
     points, count = make_scan(num_points).to(device), torch.tensor([num_points], device=device)
     coords = voxelize_hard(points, count, _RANGE, _CELL, _MAX_POINTS, _MAX_VOXELS)[1]
     shape, rows = _SHAPE, []
@@ -95,9 +92,11 @@ def measure_sparse_conv(device: torch.device, num_points: int, repeats: int) -> 
             return build_submanifold_rulebook(coords, shape, (3, 3, 3))
 
         if channels == 16:
-            functions = {"reference (search)": lambda: _by_reference(build), "rulebook": build}
+            functions = {"reference (search)": lambda: by_reference(build), "rulebook": build}
             group = f"rulebook, {len(coords)} voxels"
-            rows += _measure(group, functions, repeats, {"least_mib": 140.0 * len(coords) / 2**20})
+            rows += measure_forward(
+                group, functions, repeats, {"least_mib": 140.0 * len(coords) / 2**20}
+            )
         rows += _measure_stage(build(), channels, device, repeats)
         if padding is not None:
             _, coords, shape = build_strided_rulebook(coords, shape, (3, 3, 3), (2, 2, 2), padding)
@@ -128,7 +127,7 @@ def _measure_stage(
         f"sparse convolution, {num_voxels} voxels, {channels} channels",
         {
             "gather, multiply, index_add": add_pairs,
-            "reference": lambda: _by_reference(lambda: sparse_conv(features, weight, rulebook)),
+            "reference": lambda: by_reference(lambda: sparse_conv(features, weight, rulebook)),
             "sparse_conv": lambda: sparse_conv(features, weight, rulebook),
         },
         [features, weight],
@@ -143,46 +142,19 @@ def _measure_stage(
 
 
 def measure_nms(device: torch.device, num_boxes: int, repeats: int) -> list[Row]:
-    """Boxes of ten classes, five around each object."""
+    """Rows of non-maximum suppression of boxes in ten classes, five around each object."""
     generator = torch.Generator().manual_seed(0)
-    centre = 0.5 * torch.randn(num_boxes, 2, generator=generator)
-    centre += (100 * torch.rand(num_boxes // 5 + 1, 2, generator=generator)).repeat(5, 1)[
-        :num_boxes
-    ]
-    centre, score = centre.to(device), torch.rand(num_boxes, generator=generator).to(device)
+    objects = 100 * torch.rand(num_boxes // 5 + 1, 2, generator=generator)
+    noise = 0.5 * torch.randn(num_boxes, 2, generator=generator)
+    centre = (objects.repeat(5, 1)[:num_boxes] + noise).to(device)
+    score = torch.rand(num_boxes, generator=generator).to(device)
     group = torch.randint(0, 10, (num_boxes,), generator=generator).to(device)
 
-    def circle() -> Tensor:
+    def suppress() -> Tensor:
         return circle_nms(centre, score, 1.0, group)
 
     functions: dict[str, Callable[[], object]] = {
-        "reference (all pairs)": partial(_by_reference, circle),
-        "circle_nms": circle,
+        "reference (all pairs)": partial(by_reference, suppress),
+        "circle_nms": suppress,
     }
-    return _measure(f"circle_nms, {num_boxes} boxes", functions, repeats, {})
-
-
-def _by_reference(function: Callable[[], T]) -> T:
-    with use_reference():
-        return function()
-
-
-def _measure(
-    group: str,
-    functions: Mapping[str, Callable[[], object]],
-    repeats: int,
-    counted: Mapping[str, float],
-) -> list[Row]:
-    """A row a function without gradient."""
-    timings = time_all(functions, repeats, group)
-    return [
-        Row(
-            name=name,
-            group=group,
-            ms=timings[name].ms,
-            cpu_ms=timings[name].cpu_ms,
-            peak_mib=peak_extra_mib(function),
-            more=dict(counted),
-        )
-        for name, function in functions.items()
-    ]
+    return measure_forward(f"circle_nms, {num_boxes} boxes", functions, repeats, {})

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from bev_lightning.benchmarks import ops_view
-from bev_lightning.benchmarks.ops_view import (
+from bev_lightning.benchmarks import ops_camera
+from bev_lightning.benchmarks.ops_camera import (
     measure_attention,
     measure_bev_pool,
     measure_deform_attention,
@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compared by time must agree in result and gradients first."""
-    measure = ops_view.measure_backward
+    """Implementations whose times are compared must agree in results and gradients."""
+    measure = ops_camera.measure_backward
 
     def check(group, functions, leaves, grad, repeats, counted) -> list[Row]:
         results = []
@@ -27,7 +27,7 @@ def _compare(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(other, results[0], atol=1e-2, rtol=1e-2)
         return measure(group, functions, leaves, grad, repeats, counted)
 
-    monkeypatch.setattr(ops_view, "measure_backward", check)
+    monkeypatch.setattr(ops_camera, "measure_backward", check)
 
 
 def test_bev_pool() -> None:
@@ -53,6 +53,8 @@ def test_attention() -> None:
     assert rows[2].group == "attention with dropout, 3 queries to 16"
 
 
-def test_rows_of_what_each_view_sees() -> None:
-    rows = ops_view.find_rows(torch.tensor([[[False, True, True], [False, False, True]]]))
+def test_visible_queries_of_each_view() -> None:
+    rows = ops_camera.find_visible_queries(
+        torch.tensor([[[False, True, True], [False, False, True]]])
+    )
     assert rows.tolist() == [[1, 2], [2, 0]]
