@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# For a rented GPU, with what is installed there (torch, lightning, triton, numba and pytest, but no
-# DALI and no nuScenes devkit): tests, operators and training steps on the card, in under 8 minutes.
-# Writes gpu_check.json into the current directory. Wheels of what is missing (hydra-core, omegaconf,
-# antlr4-python3-runtime, torchao) are taken from $WHEELS, or from .whl or wheels beside this project.
-# Words after it go to bench: bash scripts/gpu_check.sh bench.models=[bevformer_tiny]
+# Runs GPU tests, operator benchmarks and training steps in under 8 minutes; writes gpu_check.json.
+# Needs torch, lightning, triton, numba and pytest, but neither DALI nor the nuScenes devkit. Missing
+# hydra-core, omegaconf, antlr4-python3-runtime and torchao are installed to a temporary folder from
+# the wheels in $WHEELS, .whl or wheels.
+# Arguments are overrides of bench=gpu: bash scripts/gpu_check.sh bench.models=[bevformer_tiny]
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -21,7 +21,7 @@ for folder in "${WHEELS:-}" "$root/.whl" "$root/wheels"; do
 done
 export PYTHONPATH="$root:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 if ! "$python" -c "import hydra, omegaconf, torch, lightning" 2>/dev/null; then
-    echo "gpu_check: $python lacks torch, lightning, hydra-core or omegaconf; set PYTHON, or put the wheels of the latter two into $root/.whl" >&2
+    echo "gpu_check: $python lacks torch, lightning, hydra-core or omegaconf; set PYTHON to another interpreter, or put their wheels into $root/.whl" >&2
     exit 2
 fi
 

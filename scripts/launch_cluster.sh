@@ -4,25 +4,28 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: scripts/launch_cluster.sh --hosts A,B,C,D [OPTIONS] -- WORDS OF bev_lightning.train
-       scripts/launch_cluster.sh --slurm NODES   [OPTIONS] -- WORDS OF bev_lightning.train
+usage: scripts/launch_cluster.sh --hosts A,B,C,D [OPTIONS] -- OVERRIDES
+       scripts/launch_cluster.sh --slurm NODES   [OPTIONS] -- OVERRIDES
 
-  --hosts A,B,..      machines that ssh reaches without a password; the first one is the meeting point
-  --slurm NODES       write a SLURM script for so many machines to the standard output:
+OVERRIDES are the overrides of bev_lightning.train, such as hardware=4n1x4090 model=bevfusion.
+
+  --hosts A,B,..      machines reachable by ssh without a password; the first is the rendezvous host
+  --slurm NODES       print a SLURM batch script for so many nodes:
                       scripts/launch_cluster.sh --slurm 4 -- hardware=4n1x4090 | sbatch
-  --processes N       processes, one for each card, on every machine (1)
-  --restarts N        how often torchrun starts all processes anew after a failure (0)
-  --port P            of the meeting point (29500)
+  --processes N       processes on each machine, one per GPU (1)
+  --restarts N        how often torchrun restarts all processes after a failure (0)
+  --port P            port of the rendezvous host (29500)
   --wait S            how long the machines wait for each other at the start [s] (600)
-  --interface NAME    network between the machines, for NCCL and gloo; theirs to choose without it
-  --dir FOLDER        of the checkout, the same on all machines (this one)
-  --python FILE       the interpreter on all machines (.venv/bin/python of the folder)
+  --interface NAME    network interface for NCCL and gloo (chosen by them)
+  --dir FOLDER        folder of the checkout, the same on all machines (this one)
+  --python FILE       Python interpreter on all machines (.venv/bin/python in the folder)
   --verb NAME         train or evaluate (train)
-  --print             say what would be run, run nothing
+  --print             print the commands without running them
 
-The machines have to share the folder of the checkpoints (paths.output) and to see the data at the
-same place. The words say hardware.nodes and hardware.devices, as hardware=4n1x4090 does. A failed
-process ends all others; the same line with resume=auto goes on from the newest checkpoint.
+All machines must share the folder of the checkpoints (paths.output) and see the data under the same
+path. The overrides must set hardware.nodes and hardware.devices, as hardware=4n1x4090 does. If a
+process fails, all others are stopped; the same command with resume=auto continues from the newest
+checkpoint.
 TEXT
 }
 
@@ -38,7 +41,7 @@ while (($#)); do
         --) shift; break ;;
         --hosts | --slurm | --processes | --restarts | --port | --wait | --interface | --dir | --python | --verb)
             (($# > 1)) || fail "$1 needs a value; see --help" ;;
-        *) fail "$1 is unknown; see --help, and put -- before the words of the training" ;;
+        *) fail "$1 is unknown; see --help, and put -- before the overrides" ;;
     esac
     case "$1" in
         --hosts) hosts="$2" ;;
@@ -56,22 +59,22 @@ while (($#)); do
 done
 python="${python:-$dir/.venv/bin/python}"
 [[ -n "$hosts" || "$nodes" != 0 ]] || fail "give --hosts A,B,.. or --slurm NODES; see --help"
-[[ -z "$hosts" || "$nodes" == 0 ]] || fail "give one of --hosts and --slurm"
+[[ -z "$hosts" || "$nodes" == 0 ]] || fail "give only one of --hosts and --slurm"
 for number in "$nodes" "$processes" "$restarts" "$port" "$wait_s"; do
     [[ "$number" =~ ^[0-9]+$ ]] || fail "$number is not a whole number"
 done
+overrides=("$@")
 
-# The words of torchrun on machine $1, which the others reach by that name.
-compose() {
+# Prints the torchrun command for machine $1, which the others reach by that name.
+torchrun_command() {
     local network=()
     [[ -z "$interface" ]] || network=("NCCL_SOCKET_IFNAME=$interface" "GLOO_SOCKET_IFNAME=$interface")
     printf '%q ' env "${network[@]}" "$python" -m torch.distributed.run \
         "--nnodes=${#machines[@]}" "--nproc-per-node=$processes" "--max-restarts=$restarts" \
-        --rdzv-backend=c10d "--rdzv-endpoint=${machines[0]}:$port" "--rdzv-id=$name" \
+        --rdzv-backend=c10d "--rdzv-endpoint=${machines[0]}:$port" "--rdzv-id=$job_id" \
         "--rdzv-conf=join_timeout=$wait_s,is_host=$([[ $1 == "${machines[0]}" ]] && echo 1 || echo 0)" \
-        "--local-addr=$1" -m "bev_lightning.$verb" "${words[@]}"
+        "--local-addr=$1" -m "bev_lightning.$verb" "${overrides[@]}"
 }
-words=("$@")
 
 if [[ "$nodes" != 0 ]]; then
     cat <<TEXT
@@ -83,25 +86,25 @@ if [[ "$nodes" != 0 ]]; then
 #SBATCH --signal=USR1@180
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# One task for each card: srun starts the processes, Lightning reads SLURM's variables. The job saves
-# at SIGUSR1, three minutes before its time is over, queues again and goes on.
+# One task per GPU: srun starts the processes, and Lightning reads SLURM's variables. Three minutes
+# before the time limit SLURM sends SIGUSR1: the job saves a checkpoint, is requeued and resumes.
 cd $(printf %q "$dir")
 ${interface:+export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
-}srun --kill-on-bad-exit=1 $(printf '%q ' "$python" -m "bev_lightning.$verb" "${words[@]}")
+}srun --kill-on-bad-exit=1 $(printf '%q ' "$python" -m "bev_lightning.$verb" "${overrides[@]}")
 TEXT
     exit 0
 fi
 
 IFS=, read -ra machines <<<"$hosts"
-name="bev_$(date +%s)_$$"
+job_id="bev_$(date +%s)_$$"
 pids=()
 for machine in "${machines[@]}"; do
-    command="cd $(printf %q "$dir") && exec $(compose "$machine")"
+    command="cd $(printf %q "$dir") && exec $(torchrun_command "$machine")"
     if ((only_print)); then
         echo "$machine: $command"
         continue
     fi
-    # -tt: what runs there ends with the connection.
+    # -tt: the remote processes end with the connection.
     ssh -tt -o BatchMode=yes "$machine" "$command" </dev/null > >(sed -u "s/^/$machine: /") 2>&1 &
     pids+=("$!")
 done
@@ -110,5 +113,5 @@ code=0
 for pid in "${pids[@]}"; do
     wait "$pid" || code=$?
 done
-((code == 0)) || echo "launch_cluster.sh: a machine ended with exit code $code; its lines stand above" >&2
+((code == 0)) || echo "launch_cluster.sh: a machine ended with exit code $code; see its output above" >&2
 exit "$code"

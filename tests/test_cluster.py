@@ -1,7 +1,7 @@
-"""Several machines: what starts them, what they agree on, and who is missing.
+"""Training on several machines, started by scripts/launch_cluster.sh.
 
-The proof with four machines uses four network namespaces of this one: each has an address of its
-own and reaches the others through a bridge alone. ``ssh`` is a script that steps into one.
+The slow test simulates four machines by network namespaces, each with its own address and connected
+only by a bridge. ``ssh`` is replaced by a script that runs a command inside a namespace.
 """
 
 import json
@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "launch_cluster.sh"
 ADDRESSES = [f"10.213.77.{number}" for number in range(1, 5)]
-WORDS = [
+OVERRIDES = [
     "model=bevfusion_lidar_toy",
     "model.inputs.lidar.range=[-25.6,-25.6,-5.0,25.6,25.6,3.0]",
     "model.network.lidar.out_channels=8",
@@ -50,13 +50,13 @@ WORDS = [
 ]
 
 
-def launch(*words: str) -> subprocess.CompletedProcess:
+def launch(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["bash", str(SCRIPT), *words], capture_output=True, text=True, check=False
+        ["bash", str(SCRIPT), *arguments], capture_output=True, text=True, check=False
     )
 
 
-def test_script_says_what_it_starts_on_each_machine() -> None:
+def test_script_prints_the_command_of_each_machine() -> None:
     done = launch("--hosts", "a,b", "--processes", "2", "--print", "--", "seed=3", "x=[1, 2]")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
@@ -77,31 +77,31 @@ def test_script_says_what_it_starts_on_each_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "message"),
     [
         ([], "give --hosts A,B,.. or --slurm NODES"),
-        (["--hosts", "a", "--slurm", "2"], "give one of"),
+        (["--hosts", "a", "--slurm", "2"], "give only one of"),
         (["--hosts", "a", "--port", "x"], "x is not a whole number"),
         (["--host", "a"], "--host is unknown"),
         (["--hosts"], "--hosts needs a value"),
     ],
 )
-def test_script_refuses_in_a_sentence(words: list[str], sentence: str) -> None:
-    done = launch(*words)
-    assert done.returncode == 2 and sentence in done.stderr
+def test_script_refuses_bad_arguments(arguments: list[str], message: str) -> None:
+    done = launch(*arguments)
+    assert done.returncode == 2 and message in done.stderr
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Path]:
-    """Four namespaces on one bridge; a folder for PATH whose ``ssh`` steps into them."""
-    mend = "apt-get install iproute2, and run as root"
+    """Four namespaces on one bridge; yields a folder for PATH with the ``ssh`` into them."""
+    hint = "apt-get install iproute2, and run as root"
     if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip(f"network namespaces need the command ip and root: {mend}")
+        pytest.skip(f"network namespaces need the command ip and root: {hint}")
 
-    def ip(*words: str, check: bool = True) -> int:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    def ip(*arguments: str, check: bool = True) -> int:
+        done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
         if check and done.returncode:
-            pytest.skip(f"ip {' '.join(words)} failed ({done.stderr.strip()}): {mend}")
+            pytest.skip(f"ip {' '.join(arguments)} failed ({done.stderr.strip()}): {hint}")
         return done.returncode
 
     def clear() -> None:
@@ -129,14 +129,14 @@ def machines(tmp_path: Path) -> Iterator[Path]:
         clear()
 
 
-def train_on_four(folder: Path, path: Path, words: list[str], kill: bool) -> Path:
-    """Train in ``folder``; with ``kill`` one process dies at the first checkpoint."""
+def train_on_four(folder: Path, path: Path, overrides: list[str], kill: bool) -> Path:
+    """Train in ``folder``; with ``kill`` one process is killed after a checkpoint, then resume."""
     folder.mkdir(exist_ok=True)
     script = ["bash", str(SCRIPT), "--hosts", ",".join(ADDRESSES), "--interface", "eth0"]
     python = ["--python", sys.executable, "--dir", str(folder), "--"]
     with (folder / "log.txt").open("a") as log:
         running = subprocess.Popen(
-            [*script, *python, *words],
+            [*script, *python, *overrides],
             env=os.environ | {"PATH": f"{path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -149,7 +149,7 @@ def train_on_four(folder: Path, path: Path, words: list[str], kill: bool) -> Pat
         code = running.wait()
     if kill:
         assert code != 0
-        return train_on_four(folder, path, [*words, "resume=auto"], kill=False)
+        return train_on_four(folder, path, [*overrides, "resume=auto"], kill=False)
     assert code == 0, (folder / "log.txt").read_text()[-3000:]
     (run,) = folder.glob("outputs/train/*")
     return run
@@ -160,18 +160,18 @@ def find_process(address: str, rank: int) -> int:
     listed = subprocess.run(
         ["ip", "netns", "pids", address], capture_output=True, text=True, check=True
     )
-    for word in listed.stdout.split():
-        environment = Path(f"/proc/{word}/environ").read_bytes().split(b"\0")
+    for pid in listed.stdout.split():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in environment:
-            return int(word)
+            return int(pid)
     raise AssertionError(f"no process {rank} in {address}")
 
 
 @pytest.mark.slow
 def test_four_machines_lose_a_process_and_go_on(machines: Path, tmp_path: Path) -> None:
-    words = [*WORDS, f"paths.data={tmp_path}/data", f"paths.cache={tmp_path}/cache"]
-    whole = train_on_four(tmp_path / "whole", machines, words, kill=False)
-    killed = train_on_four(tmp_path / "killed", machines, words, kill=True)
+    overrides = [*OVERRIDES, f"paths.data={tmp_path}/data", f"paths.cache={tmp_path}/cache"]
+    whole = train_on_four(tmp_path / "whole", machines, overrides, kill=False)
+    killed = train_on_four(tmp_path / "killed", machines, overrides, kill=True)
     log = (tmp_path / "killed" / "log.txt").read_text()
     assert "process 2 (pid " in log and "resume=auto: continuing from" in log
     one, other = (

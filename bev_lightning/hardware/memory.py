@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from bev_lightning.private_apis import TorchDispatchMode, tree_iter
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _MIB = 2**20

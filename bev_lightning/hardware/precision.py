@@ -9,8 +9,9 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from bev_lightning.private_apis import TorchDispatchMode
 
 # FP8 matrix products need both sides of a weight to be a multiple of it.
 FP8_MULTIPLE = 16
