@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import argparse
 
+    from omegaconf import DictConfig
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -59,6 +60,11 @@ def split_sweep(overrides: Sequence[Any]) -> list[list[str]]:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     return [list(job) for job in BasicSweeper.split_arguments(list(overrides), None)[0]]
+
+
+def config_key(node: "DictConfig") -> str:
+    """The dotted key of a config node below its root, for messages."""
+    return str(require(node, "_get_full_key")(None))
 
 
 def run_exit_functions() -> None:

@@ -163,7 +163,7 @@ def test_a_refused_resume_says_how_the_run_ended(
             KeyboardInterrupt(),
             130,
             "interrupted",
-            r"interrupted at step 1; go on with resume=.*/checkpoints/last.ckpt",
+            r"interrupted at step 1; continue with resume=.*/checkpoints/last.ckpt",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from bev_lightning.callbacks.speed import SpeedMonitor, count_columns
 from bev_lightning.parallel.hybrid import HybridStrategy
-from bev_lightning.train import summarize
+from bev_lightning.runtime.training import summarize
 
 
 def test_a_run_that_was_refused_before_its_processes_met_is_told(tmp_path: Path) -> None:

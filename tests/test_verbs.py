@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,8 +48,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Path:
-    return results_of(folder, run(folder, "train", *TINY, "trainer.max_steps=2"))
+def training(folder: Path) -> subprocess.CompletedProcess:
+    return run(folder, "train", *TINY, "trainer.max_steps=2")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path, training: subprocess.CompletedProcess) -> Path:
+    return results_of(folder, training)
+
+
+# What a run may print: the plan, progress, scores, this package's own warnings and the results.
+ALLOWED = [
+    r"\d+ samples per optimizer step = .*; learning rate .*",
+    r"(making|drawing|reading|writing|train|validate|predict|cutting)[\w ]*: .*",
+    r"(\w+ [\d.-]+ +)+\w+ [\d.-]+",
+    r"class +AP +ATE .*",
+    r"[a-z_]+( +[\d.-]+)+",
+    r"\d+ samples, [\d.]+ evaluable annotations a sample; .*",
+    r"warning: [a-z].*",
+    r"Results: .*",
+]
+
+
+def foreign_lines(process: subprocess.CompletedProcess) -> list[str]:
+    lines = (process.stdout + process.stderr).replace("\r", "\n").splitlines()
+    pattern = re.compile("|".join(f"(?:{one})" for one in ALLOWED))
+    return [line for line in lines if line.strip() and not pattern.fullmatch(line.strip())]
+
+
+def test_a_training_prints_nothing_else(training: subprocess.CompletedProcess) -> None:
+    assert foreign_lines(training) == []
 
 
 def test_train_leaves_what_the_readme_says(trained: Path):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import warnings
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,8 @@ from bev_lightning.config.resolve import plan_batch
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.cluster import find_launcher, is_rank_zero
 from bev_lightning.hardware.machine import choose_num_threads, detect_machine
+from bev_lightning.private_apis import config_key
+from bev_lightning.runtime.quiet import ignore_library_warnings
 
 if TYPE_CHECKING:
     import lightning as L
@@ -29,13 +30,16 @@ if TYPE_CHECKING:
 
 
 def build_data(cfg: DictConfig) -> "DetectionDataModule":
+    """The data module; reads nothing yet."""
     data: DetectionDataModule = _instantiate(cfg.data)
     return data
 
 
 def build_module(cfg: DictConfig) -> "DetectionModule":
-    """The module with fresh weights, which depend on ``seed`` alone; its checkpoints tell how it
-    was configured."""
+    """The module with fresh weights, which depend on ``seed`` alone.
+
+    Its checkpoints store the configuration and the overrides of the run.
+    """
     from lightning import seed_everything
 
     seed_everything(cfg.seed, verbose=False)
@@ -56,13 +60,13 @@ def build_module(cfg: DictConfig) -> "DetectionModule":
 
 
 def prepare_execution(module: "DetectionModule", cfg: DictConfig) -> None:
-    """Lay out the weights and compile as the configuration says; names and values stay."""
+    """Set the memory layout of the weights and compile, as configured; names and values stay."""
     import torch
 
     from bev_lightning.hardware.compilation import compile_network
 
     if cfg.channels_last:
-        # A convolution answers in the layout of its weights, so that all maps between follow.
+        # Convolutions return the layout of their weights, so that all feature maps follow.
         module.network.to(memory_format=torch.channels_last)
     if cfg.compile != "off":
         compile_network(module.network, cfg.compile)
@@ -78,7 +82,7 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     """Lightning's trainer with the callbacks and loggers of the configuration.
 
     Args:
-        changes: arguments that a verb fixes, whatever the configuration says.
+        changes: Trainer arguments that take precedence over the configuration.
     """
     import lightning as L
     import torch
@@ -87,29 +91,30 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
     from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
     from bev_lightning.callbacks.checkpoint import AtomicCheckpointIO
+    from bev_lightning.callbacks.final_validation import FinalValidation
 
-    # Lightning 2.6 asks torch in a way that 2.14 deprecates; nothing that a user could mend.
-    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
+    ignore_library_warnings()
     arguments = _instantiate(cfg.trainer)
     if arguments["accelerator"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         cpus, processes = detect_machine().num_cpus, arguments["devices"]
         torch.set_num_threads(choose_num_threads(cpus, processes, cfg.loader.num_workers))
     if arguments["sync_batchnorm"]:
-        # Torch has it for CUDA alone, and one process has nothing to share.
+        # Torch implements it for CUDA only, and it needs several processes.
         several = arguments["devices"] * arguments["num_nodes"] > 1
         arguments["sync_batchnorm"] = several and arguments["accelerator"] == "gpu"
         if not arguments["sync_batchnorm"]:
-            rank_zero_warn("trainer.sync_batchnorm is off: it takes several CUDA processes")
+            rank_zero_warn("trainer.sync_batchnorm is off: it needs several CUDA processes")
     if arguments["max_epochs"] is None:
         arguments["max_epochs"] = -1
-    # Lightning counts batches here. A validation inside of an accumulation would meet gradients
-    # that are half summed up.
+    # Lightning counts batches here. A validation must not fall between the micro-steps of an
+    # optimizer step.
     arguments["val_check_interval"] *= arguments["accumulate_grad_batches"]
     _set_precision(cfg.precision, arguments)
-    callbacks = list(_instantiate(cfg.callbacks).values())
+    callbacks = [one for one in _instantiate(cfg.callbacks).values() if one is not None]
     if not arguments["enable_progress_bar"]:
-        # Lightning refuses a bar that it is told not to draw.
+        # Lightning refuses a progress bar with enable_progress_bar=False.
         callbacks = [one for one in callbacks if not isinstance(one, ProgressBar)]
+    callbacks.append(FinalValidation())
     plugins = [*arguments.get("plugins", []), AtomicCheckpointIO()]
     if find_launcher() == "slurm":
         # Lightning's own requeueing would save in the middle of a step.
@@ -125,7 +130,7 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
 
 
 def _set_precision(options: DictConfig, arguments: dict[str, Any]) -> None:
-    """Exchange what Lightning does not have, or not on this device, for a plugin of ours."""
+    """Replace a precision that Lightning lacks, or lacks on this device, by a plugin."""
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     from bev_lightning.hardware.precision import Float8, Float16, set_tf32
@@ -146,8 +151,9 @@ def _set_precision(options: DictConfig, arguments: dict[str, Any]) -> None:
 
 
 def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
-    """Fill the module with the weights of a checkpoint, or of a file that ``convert`` wrote, of the
-    same model; say loudly where it reads another number of sweeps than they were trained with.
+    """Load the weights of a checkpoint, or of a file that ``convert`` wrote, of the same model.
+
+    Warns if the module reads another number of sweeps than the weights were trained with.
 
     Raises:
         InputError: the file is no checkpoint, or its weights are of another model; names what
@@ -164,7 +170,7 @@ def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
 
 
 def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
-    """Look whether a training of the module can go on from a checkpoint.
+    """Check that a training of the module can resume from a checkpoint.
 
     Raises:
         InputError: the file is no checkpoint of a run, or of a run of another model; names what
@@ -173,7 +179,7 @@ def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
     from bev_lightning.checkpointing.weights import read_state
 
     stored = read_state(checkpoint)
-    mend = f"use init_from={checkpoint} to start a new training from the weights that fit"
+    fix = f"use init_from={checkpoint} to start a new training from the weights that fit"
     content = {}
     if Path(checkpoint).suffix != ".safetensors":
         content = _open(checkpoint)
@@ -181,13 +187,13 @@ def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
     if lacks:
         raise InputError(
             f"resume={checkpoint} holds weights but not the state of a training (no "
-            f"{', '.join(lacks)}); {mend}, or give the last.ckpt of a run"
+            f"{', '.join(lacks)}); {fix}, or give the last.ckpt of a run"
         )
-    _refuse_other_model(module, stored, f"resume={checkpoint}", mend)
+    _refuse_other_model(module, stored, f"resume={checkpoint}", fix)
 
 
 def _refuse_other_model(
-    module: "DetectionModule", stored: Mapping[str, Any], name: str | Path, mend: str
+    module: "DetectionModule", stored: Mapping[str, Any], name: str | Path, fix: str
 ) -> None:
     own = module.state_dict()
     missing = [key for key in own if key not in stored]
@@ -200,14 +206,16 @@ def _refuse_other_model(
     if missing or unexpected or reshaped:
         raise InputError(
             f"{name} holds the weights of another model: {_list('missing', missing)}, "
-            f"{_list('unexpected', unexpected)}, {_list('of another shape', reshaped)}; {mend}"
+            f"{_list('unexpected', unexpected)}, {_list('of another shape', reshaped)}; {fix}"
         )
 
 
 def load_matching_weights(
     module: "DetectionModule", checkpoint: str | Path
 ) -> dict[str, list[str]]:
-    """Fill what agrees in name and shape, leave the rest fresh: to train other classes, say.
+    """Load the weights that match in name and shape and leave the rest fresh.
+
+    For example to train other classes.
 
     Returns:
         names ``loaded``, ``reshaped`` and ``missing`` (left fresh), ``unexpected`` (not used).
@@ -234,20 +242,20 @@ def load_matching_weights(
 
 
 def read_trained_inputs(checkpoint: str | Path) -> dict[str, Any]:
-    """``model.inputs`` that a file's weights were trained with; empty where it does not say."""
+    """``model.inputs`` that a file's weights were trained with; empty if it does not store them."""
     from safetensors import safe_open
 
     if Path(checkpoint).suffix == ".safetensors":
         with safe_open(checkpoint, "pt") as file:
-            told: str | None = (file.metadata() or {}).get("inputs")
-        return json.loads(told) if told else {}
+            stored: str | None = (file.metadata() or {}).get("inputs")
+        return json.loads(stored) if stored else {}
     config = _open(checkpoint).get("bev_lightning", {}).get("config", {})
     inputs: dict[str, Any] = config.get("model", {}).get("inputs", {})
     return inputs
 
 
 def read_steps(checkpoint: str | Path) -> int | None:
-    """Optimizer steps that a checkpoint was trained for; None where the file does not say."""
+    """Optimizer steps that a checkpoint was trained for; None if the file does not store them."""
     if Path(checkpoint).suffix == ".safetensors":
         return None
     steps = _open(checkpoint).get("global_step")
@@ -255,7 +263,7 @@ def read_steps(checkpoint: str | Path) -> int | None:
 
 
 def _open(checkpoint: str | Path) -> dict[str, Any]:
-    """What a file of torch's holds; its tensors stay on the disk where its format allows that."""
+    """Content of a file that torch wrote; its tensors stay on the disk if possible."""
     import torch
 
     content: dict[str, Any] = torch.load(
@@ -269,17 +277,36 @@ def _warn_of_other_sweeps(module: "DetectionModule", checkpoint: str | Path) -> 
 
     trained = read_trained_inputs(checkpoint)
     for name in ("lidar", "radar"):
-        sensor, told = getattr(module.inputs, name), trained.get(name) or {}
-        if sensor is not None and told.get("sweeps", sensor.sweeps) != sensor.sweeps:
+        sensor, stored = getattr(module.inputs, name), trained.get(name) or {}
+        if sensor is not None and stored.get("sweeps", sensor.sweeps) != sensor.sweeps:
             rank_zero_warn(
                 f"the weights of {checkpoint} were trained with model.inputs.{name}.sweeps="
-                f"{told['sweeps']} but read {sensor.sweeps} here: scores will be lower; leave the "
-                "key out to read what they were trained with"
+                f"{stored['sweeps']} but read {sensor.sweeps} here, which lowers the scores; omit "
+                "the key to read as many as in training"
             )
 
 
+def load_initial_weights(module: "DetectionModule", cfg: DictConfig) -> None:
+    """Load published backbones and ``init_from``; for a ``resume``, only check its checkpoint.
+
+    Raises:
+        InputError: a file does not fit the model; names what differs.
+    """
+    if cfg.resume is not None:
+        check_resume(module, cfg.resume)
+    else:
+        load_backbones(module)
+    if cfg.init_from is not None:
+        names = load_matching_weights(module, cfg.init_from)
+        if is_rank_zero():
+            print(f"{cfg.init_from}: {len(names['loaded'])} weights loaded")
+            for kind in ("reshaped", "missing", "unexpected"):
+                if names[kind]:
+                    print(f"  {kind}: {', '.join(names[kind])}")
+
+
 def load_backbones(module: "DetectionModule") -> None:
-    """Fill the image backbones that ask for it (``pretrained=``) with published weights."""
+    """Load published weights into the image backbones with ``pretrained=``."""
     from bev_lightning.checkpointing.pretrained import load_backbone
 
     for name, part in module.named_modules():
@@ -292,7 +319,7 @@ def load_backbones(module: "DetectionModule") -> None:
 
 
 def _instantiate(node: DictConfig) -> Any:
-    """Build what a node describes; a value that a constructor refuses is the user's to mend."""
+    """Instantiate a config node; a value that a constructor refuses becomes an InputError."""
     try:
         # A copy: the configuration is read-only, and nothing edits it.
         return instantiate(OmegaConf.to_container(node, resolve=True), _convert_="all")
@@ -301,8 +328,8 @@ def _instantiate(node: DictConfig) -> Any:
         if isinstance(cause, InputError):
             raise cause from None
         if isinstance(cause, (TypeError, ValueError)):
-            place = ".".join(filter(None, [node._get_full_key(None), _full_key(error)]))
-            raise InputError(f"the values under {place} do not fit: {cause}") from error
+            key = ".".join(filter(None, [config_key(node), _full_key(error)]))
+            raise InputError(f"the values under {key} do not fit: {cause}") from error
         raise
 
 
