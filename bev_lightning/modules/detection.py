@@ -232,6 +232,14 @@ class DetectionModule(L.LightningModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> Boxes3D:
         return self._store_results(self(batch), batch)
 
+    def detect(self, batch: Batch) -> Boxes3D:
+        """Detect a batch's objects, with test-time augmentation where it is on.
+
+        Returns:
+            boxes ``(B, M)`` in the model frame, with scores.
+        """
+        return self._detect(self(batch), batch)
+
     def on_predict_epoch_end(self) -> None:
         self.results = self._select_expected("predict", self._gather(self.results))
 
