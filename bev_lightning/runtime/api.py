@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig
 
-from bev_lightning.config.program import check, check_machine, resolve
-from bev_lightning.config.program import load as compose
+from bev_lightning.config.compose import load_config
+from bev_lightning.config.resolve import resolve
+from bev_lightning.config.validate import check_config, check_machine
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import detect_machine
 
@@ -62,8 +63,8 @@ def load(*overrides: str, ckpt: str | Path | None = None) -> "Run":
     verb, words = "train", [*_DEFAULTS, *overrides]
     if ckpt is not None:
         verb, words = "evaluate", [*words, f'ckpt="{Path(ckpt).expanduser()}"']
-    cfg, machine = compose(verb, words), detect_machine()
-    check(cfg)
+    cfg, machine = load_config(verb, words), detect_machine()
+    check_config(cfg)
     check_machine(cfg, machine)
     return Run(resolve(cfg, machine))
 
@@ -169,7 +170,7 @@ class Run:
         """The weighted terms of the training loss, with gradients; their sum is the loss."""
         self.module.train()
         on_device = batch.to(self.device)
-        return self.module.compute_terms(self.module(on_device), on_device)
+        return self.module.compute_loss(self.module(on_device), on_device)
 
     def evaluate(self, num_batches: int | None = None) -> "Scores":
         """Scores the validation split with the nuScenes metric, in this process and in float32.
@@ -188,9 +189,8 @@ class Run:
                     boxes, batch.global_from_lidar, batch.sample_tokens, self.module.classes
                 )
                 results = {**found, **results}
-        return build_evaluator(self.cfg).evaluate(
-            results, self.data.list_tokens("val", num_batches)
-        )
+        tokens = self.data.list_tokens("val", num_batches)
+        return build_evaluator(self.cfg).evaluate(results, self.data.ground_truth(tokens))
 
     def draw(
         self,
