@@ -12,6 +12,8 @@ import torch
 from bev_lightning.data.class_balance import count_boxes
 from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.data.loaders.torch import TorchLoader
+from bev_lightning.data.nuscenes.index import Index
+from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.data.synthetic.dataset import SyntheticSpec
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.data.transforms.gt_sampling import GTSampling
@@ -156,12 +158,25 @@ def test_a_resumed_run_equals_an_undisturbed_one(make_data, tmp_path: Path, stop
         assert torch.equal(value, second.state_dict()[name])
 
 
+class OwnIndex:
+    """A user's data set: offers what the protocol declares and nothing else."""
+
+    def __init__(self, index: Index) -> None:
+        for name in vars(SampleIndex):
+            if not name.startswith("_"):
+                setattr(self, name, getattr(index, name))
+        self._index = index
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._index
+
+
 class OwnDataModule(DetectionDataModule):
     """A user's subclass with its own index."""
 
-    def open_index(self):
+    def open_index(self) -> SampleIndex:
         self.opened = True
-        return super().open_index()
+        return OwnIndex(super().open_index())
 
 
 class Resuming(Noisy):

@@ -26,6 +26,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline
 from torch import Tensor
 
+from bev_lightning.checks import check_number
 from bev_lightning.data.loaders.decode import read_encoded
 from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction
 from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
@@ -83,11 +84,12 @@ class DaliLoader:
         image_queue: int = 0,
         cloud_queue: int = 0,
     ) -> None:
-        if num_workers < 0 or prefetch < 1 or (image_queue < 1) != (cloud_queue < 1):
+        check_number("loader.num_workers", num_workers)
+        check_number("loader.prefetch", prefetch)
+        if (image_queue < 1) != (cloud_queue < 1):
             raise InputError(
-                f"loader.num_workers={num_workers}, loader.prefetch={prefetch}, loader.image_queue="
-                f"{image_queue} and loader.cloud_queue={cloud_queue} do not fit DALI: use a "
-                f"prefetch of at least 1, and both queues at least 1 or both 0"
+                f"loader.image_queue={image_queue} and loader.cloud_queue={cloud_queue} must be "
+                f"used together: set both to at least 1, or both to 0"
             )
         self.num_workers = num_workers
         self.prefetch = prefetch

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bev_lightning.checks import check_number
 from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
 from bev_lightning.data.loaders.slot_batch import (
@@ -62,6 +63,8 @@ class SharedMemoryLoader:
         pin_memory: bool = False,
         full_decode: bool = False,
     ) -> None:
+        check_number("loader.num_workers", num_workers)
+        check_number("loader.prefetch", prefetch)
         self.num_workers = num_workers
         self.prefetch = prefetch
         self.pin_memory = pin_memory

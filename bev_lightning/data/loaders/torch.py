@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from bev_lightning.checks import check_number
 from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
 from bev_lightning.data.loaders.reference import assemble
@@ -36,6 +37,8 @@ class TorchLoader:
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
+        check_number("loader.num_workers", num_workers)
+        check_number("loader.prefetch", prefetch)
         self.num_workers = num_workers
         self.prefetch = prefetch
         self.pin_memory = pin_memory

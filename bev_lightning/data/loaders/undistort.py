@@ -12,7 +12,7 @@ from bev_lightning.data.samples.file_sources import ImageSource
 
 
 def undistort(source: ImageSource, pixels: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-    """Map an image on the CPU, bilinear.
+    """Undistort and augment an image on the CPU, bilinear.
 
     Args:
         pixels: ``(h, w, 3)`` uint8, the decoded file or a reduction of it.
@@ -28,13 +28,13 @@ def undistort(source: ImageSource, pixels: np.ndarray, out: np.ndarray | None = 
 
 
 def undistort_on_device(source: ImageSource, pixels: Tensor) -> Tensor:
-    """:func:`undistort` with torch, on the device of ``pixels``; rounded alike to 1 of 255."""
+    """:func:`undistort` with torch, on the device of ``pixels``; equal to 1 of 255."""
     height, width, _ = pixels.shape
     scale = _scale(source, pixels.shape)
     where = undistortion_map(
         source.camera_model, source.network_from_original, source.size, scale, pixels.device
     )
-    # grid_sample counts from -1 to 1, the middles of the first and the last pixel.
+    # grid_sample's -1 and 1 are the centres of the first and the last pixel.
     where = where * (2 / torch.tensor([max(width - 1, 1), max(height - 1, 1)])).to(where) - 1
     image = pixels.permute(2, 0, 1)[None].float()
     mapped = torch.nn.functional.grid_sample(image, where[None], align_corners=True)
@@ -42,8 +42,8 @@ def undistort_on_device(source: ImageSource, pixels: Tensor) -> Tensor:
 
 
 def _scale(source: ImageSource, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Height, width of a decoded image as shares of the file's. Decoders that reduce by 2, 4 or 8
-    fill up the last pixel."""
+    """Scale (height, width) of a decoded image relative to the file's. Decoders that reduce by 2, 4
+    or 8 round the size up."""
     reduction = round(source.original_size[0] / shape[0])
     exact = tuple(-(-length // reduction) for length in source.original_size)
     if exact == shape[:2]:
@@ -51,7 +51,7 @@ def _scale(source: ImageSource, shape: tuple[int, ...]) -> tuple[float, float]:
     return shape[0] / source.original_size[0], shape[1] / source.original_size[1]
 
 
-@functools.lru_cache(maxsize=16)  # images that are not augmented are mapped alike each time
+@functools.lru_cache(maxsize=16)  # without augmentation the maps repeat
 def _cached_map(
     camera_model: CameraModel | None,
     matrix: bytes,

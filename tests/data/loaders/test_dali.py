@@ -382,6 +382,8 @@ def test_threads_end_early_and_with_an_error(frames: FrameSource) -> None:
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(InputError, match="loader.prefetch=0"):
         DaliLoader(prefetch=0)
+    with pytest.raises(InputError, match="loader.image_queue=2 and loader.cloud_queue=0 must be"):
+        DaliLoader(image_queue=2)
 
 
 @pytest.mark.skipif("BEV_NUSCENES_DIR" not in os.environ, reason="BEV_NUSCENES_DIR is unset")
