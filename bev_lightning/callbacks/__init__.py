@@ -1,1 +1,1 @@
-"""What watches a run: speed, progress, pictures."""
+"""Lightning callbacks: checkpoints, averaged weights, progress, speed, stragglers, pictures."""

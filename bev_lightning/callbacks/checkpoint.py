@@ -1,4 +1,4 @@
-"""Checkpoints by optimizer steps: whole files of moments from which a training goes on exactly."""
+"""Saves checkpoints at optimizer steps, atomically, for an exact resume."""
 
 import os
 import shutil
@@ -15,10 +15,10 @@ from bev_lightning.errors import InputError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes every checkpoint so that its name never stands for half of a file.
+    """Writes checkpoints atomically: a file with the final name is always complete.
 
-    The file is written under another name in the same folder, brought to the disk and renamed, so
-    that a process may be killed and a machine lose its power at any moment.
+    The file is written under another name in the same folder, flushed to the disk and renamed, so
+    that a kill or a power failure at any moment leaves no partial file.
     """
 
     def save_checkpoint(
@@ -36,13 +36,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         except OSError as error:
             partial.unlink(missing_ok=True)
             raise InputError(
-                f"the checkpoint {target} could not be written ({error.strerror or error}); make "
-                "room or rights there and go on with resume=auto: the checkpoint before is whole"
+                f"the checkpoint {target} could not be written ({error.strerror or error}); free "
+                "disk space or fix permissions, and go on from the previous checkpoint with "
+                "resume=auto"
             ) from error
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a file another name in its folder, and do not come back before the disk knows."""
+    """Rename a file within its folder and flush the folder to the disk."""
     os.replace(source, target)
     folder = os.open(target.parent, os.O_RDONLY)
     try:
@@ -52,25 +53,26 @@ def rename(source: Path, target: Path) -> None:
 
 
 class StepCheckpoint(Checkpoint):
-    """``step_000100.ckpt`` every few optimizer steps and at the end, the newest also as
-    ``last.ckpt``; and the end of a training that a signal asks for.
+    """Saves ``step_000100.ckpt`` every few optimizer steps, at the end and on a stop signal.
 
-    Every file is of a moment between two optimizer steps, where no gradient is half summed up, and
-    after the validation that falls on its step. It gets its name when the loggers' rows up to its
-    step are on the disk: a training that goes on from it repeats what was lost, and nothing is
-    missing before. (Lightning's ModelCheckpoint writes its last.ckpt only along with a new best,
-    right after a resume in the middle of an accumulation, and before the row of its step.)
+    The newest file is also ``last.ckpt``.
+
+    Every file holds the state between two optimizer steps, without partly accumulated gradients,
+    after the validation of that step, if there is one. It gets its final name once the loggers'
+    rows up to its step are on the disk, so that a resumed training repeats lost rows and misses
+    none. (Lightning's ModelCheckpoint writes last.ckpt only with a new best, possibly within an
+    accumulation after a resume, and before the row of its step.)
 
     Args:
         dirpath: folder of the files.
         every_n_train_steps: optimizer steps between two files.
-        keep_last: files that are kept; older ones are deleted.
-        keep_every_n_train_steps: files of multiples of it stay for good; None for none.
-        stop_signals: names of signals at which the training saves and stops at the end of its
+        keep_last: number of files that are kept; older ones are deleted.
+        keep_every_n_train_steps: files at multiples of it are never deleted; None for none.
+        stop_signals: names of signals on which the training saves and stops at the end of the
             optimizer step.
 
     Attributes:
-        last: last.ckpt; None before there is one.
+        last: path of last.ckpt; None before there is one.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class StepCheckpoint(Checkpoint):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(
                     f"callbacks.steps.{name}={value} must be a whole number of at least 1; set "
-                    f"callbacks.steps.{name} anew"
+                    f"callbacks.steps.{name}=1 or more"
                 )
         self.dirpath = Path(dirpath)
         self.every_n_train_steps = every_n_train_steps
@@ -107,8 +109,8 @@ class StepCheckpoint(Checkpoint):
         self._seen, self._saved, self._due = trainer.global_step, -1, False
         self._check_same_start(trainer)
         if trainer.is_global_zero:
-            for left in self.dirpath.glob(".*.ckpt*"):  # of a process that was killed
-                left.unlink()
+            for leftover in self.dirpath.glob(".*.ckpt*"):  # of a process that was killed
+                leftover.unlink()
         last = self.dirpath / "last.ckpt"
         self.last = last if last.exists() else None
         self._request.listen(trainer.world_size)
@@ -133,15 +135,17 @@ class StepCheckpoint(Checkpoint):
             return  # gradients are still being accumulated
         self._seen = step
         self._signal = self._request.poll()
-        self._due = bool(self._signal) or step % self.every_n_train_steps == 0 or self._stays(step)
+        self._due = (
+            bool(self._signal) or step % self.every_n_train_steps == 0 or self._is_permanent(step)
+        )
         loop = trainer.fit_loop.epoch_loop
         fetcher = trainer.fit_loop._data_fetcher
         assert fetcher is not None
-        if not self._ends(trainer) and not loop._should_check_val_fx(fetcher):
+        if not self._ends_epoch(trainer) and not loop._should_check_val_fx(fetcher):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._due and not self._ends(trainer):
+        if self._due and not self._ends_epoch(trainer):
             self._save_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -160,12 +164,13 @@ class StepCheckpoint(Checkpoint):
     ) -> None:
         self._request.ignore()
 
-    def _stays(self, step: int) -> bool:
+    def _is_permanent(self, step: int) -> bool:
         every = self.keep_every_n_train_steps
         return every is not None and step % every == 0
 
-    def _ends(self, trainer: L.Trainer) -> bool:
-        """An epoch, or the training, ends with this batch: saved when Lightning has counted it."""
+    def _ends_epoch(self, trainer: L.Trainer) -> bool:
+        """Whether an epoch or the training ends with this batch; it is saved after Lightning has
+        counted the epoch."""
         return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
     def _save_if_due(self, trainer: L.Trainer) -> None:
@@ -176,7 +181,7 @@ class StepCheckpoint(Checkpoint):
         trainer.save_checkpoint(self._unnamed, weights_only=False)
 
     def _publish(self, trainer: L.Trainer) -> None:
-        """Give the file its name, now that the loggers have the rows of its step."""
+        """Rename the file to its final name; the loggers have the rows of its step by now."""
         if self._unnamed is None:
             return
         unnamed, self._unnamed = self._unnamed, None
@@ -194,27 +199,29 @@ class StepCheckpoint(Checkpoint):
             shutil.copyfile(target, link)
         rename(link, self.last)
         for path in list_steps(self.dirpath, self._saved)[: -self.keep_last]:
-            if not self._stays(step_of(path)):
+            if not self._is_permanent(step_of(path)):
                 path.unlink()
 
     def _check_same_start(self, trainer: L.Trainer) -> None:
-        """Machines that do not share their files may have found other checkpoints."""
+        """Check that all processes resume from the same step.
+
+        Machines without shared storage may have found different checkpoints.
+        """
         first = trainer.strategy.broadcast(trainer.global_step, src=0)
         if first != trainer.global_step:
             raise InputError(
-                f"process {trainer.global_rank} goes on from optimizer step {trainer.global_step} "
+                f"process {trainer.global_rank} resumes from optimizer step {trainer.global_step} "
                 f"and process 0 from {first}; put paths.output into a folder that all machines "
                 "share, or give resume=FILE"
             )
 
 
 def step_of(path: Path) -> int:
-    """Optimizer steps behind ``step_000100.ckpt``."""
+    """Optimizer step of a file name such as ``step_000100.ckpt``."""
     return int(path.stem.removeprefix("step_"))
 
 
 def list_steps(folder: Path, until: int | None = None) -> list[Path]:
-    """The files ``step_000100.ckpt`` of a folder, the newest last; those of at most ``until``
-    steps."""
+    """Files ``step_000100.ckpt`` of a folder up to the step ``until``, the newest last."""
     found = [path for path in folder.glob("step_*.ckpt") if path.stem[5:].isdigit()]
     return sorted((path for path in found if until is None or step_of(path) <= until), key=step_of)

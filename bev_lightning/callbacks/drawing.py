@@ -1,4 +1,4 @@
-"""Draws boxes into camera images and into a bird's eye view; plain uint8 RGB arrays, no display."""
+"""Draws boxes into camera images and a bird's eye view, as uint8 RGB arrays."""
 
 import math
 from collections.abc import Sequence
@@ -46,10 +46,10 @@ def box_vertices(boxes: Boxes3D) -> Tensor:
 def project_lines(
     vertices: Tensor, image_from_lidar: Tensor, size: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The parts of the boxes' lines that an image shows.
+    """The visible parts of the boxes' lines in an image.
 
-    Lines that cross the camera's plane are cut in space, before the division by depth: a corner
-    behind the camera would come out mirrored.
+    Lines that cross the camera's plane are clipped in 3D, before the division by depth, which would
+    mirror a corner behind the camera.
 
     Args:
         vertices: ``(M, 10, 3)`` of :func:`box_vertices`, model frame.
@@ -92,7 +92,7 @@ def project_lines(
 
 
 def draw_lines(image: np.ndarray, lines: np.ndarray, colour: Colour, thickness: int = 1) -> None:
-    """Draw anti-aliased lines ``(L, 2, 2)`` [pixels] into the image, in place."""
+    """Draw anti-aliased lines ``(L, 2, 2)`` [pixels] into the image, which is changed."""
     for line in np.round(lines * 2**_SHIFT).astype(np.int64):
         start, end = (tuple(int(value) for value in point) for point in line)
         cv2.line(image, start, end, colour, thickness, cv2.LINE_AA, _SHIFT)
@@ -104,7 +104,7 @@ def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
 
 
 class Lettering:
-    """Texts that are set one after the other and written into an image at once."""
+    """Collects texts and writes them into an image at once."""
 
     def __init__(self) -> None:
         self._texts: list[tuple[tuple[float, float], str, Colour, int, str, bool]] = []
@@ -118,7 +118,7 @@ class Lettering:
         anchor: str = "la",
         boxed: bool = False,
     ) -> None:
-        """Set a text; ``anchor`` as in Pillow, ``boxed`` on a dark plate."""
+        """Add a text; ``anchor`` as in Pillow, ``boxed`` with a dark background."""
         self._texts.append((xy, text, colour, size, anchor, boxed))
 
     def write(self, image: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ class TopView:
     Args:
         pixels: side of the picture.
         radius_m: what it shows to each side of the model frame's origin [m].
-        lidar_from_ego: ``(4, 4)``; tells which way is forward in the model frame.
+        lidar_from_ego: ``(4, 4)``; gives the forward direction in the model frame.
     """
 
     def __init__(self, pixels: int, radius_m: float, lidar_from_ego: Tensor) -> None:
@@ -161,8 +161,8 @@ class TopView:
         """Circles every ``step_m`` metres, the car, and both axes in metres.
 
         Args:
-            lettering: takes the numbers.
-            origin: u, v of this view's top left corner in the picture that is lettered.
+            lettering: gets the numbers.
+            origin: u, v of this view's top left corner in the whole picture.
         """
         middle = self.pixels / 2 - 0.5
         centre = (round(middle * 2**_SHIFT),) * 2
@@ -182,8 +182,8 @@ class TopView:
                         else [[0.0, along], [6.0, along]]
                     )
                     draw_lines(self.image, np.array([tick]), MUTED)
-                    place = (along, base - 9) if horizontal else (9.0, along)
-                    at = (origin[0] + place[0], origin[1] + place[1])
+                    u, v = (along, base - 9) if horizontal else (9.0, along)
+                    at = (origin[0] + u, origin[1] + v)
                     anchor = "ms" if horizontal else "lm"
                     lettering.add(at, f"{sign * metres}", MUTED, 12, anchor)
         car = np.array([[0.0, 9.0], [6.0, -7.0], [0.0, -3.0], [-6.0, -7.0]]) * (1, -1) + middle
@@ -193,8 +193,8 @@ class TopView:
             ((self.pixels - 8, self.pixels - 28), "to the right [m]", "rs"),
             ((8, 8), "forward [m]", "la"),
         )
-        for place, text, anchor in names:
-            lettering.add((origin[0] + place[0], origin[1] + place[1]), text, MUTED, 12, anchor)
+        for (u, v), text, anchor in names:
+            lettering.add((origin[0] + u, origin[1] + v), text, MUTED, 12, anchor)
 
     def draw_points(self, points: np.ndarray) -> None:
         """Points ``(P, >= 3)`` [m]: the higher, the brighter."""
@@ -206,8 +206,8 @@ class TopView:
         self.image[v[inside], u[inside]] = low + brightness * (high - low)
 
     def draw_boxes(self, boxes: Boxes3D, colour: Colour, thickness: int) -> None:
-        """Outlines of ``(M,)`` boxes, a line from the centre to the front, and the way of the next
-        second for those that move. Boxes shorter than 2 m are drawn thin."""
+        """Draw outlines of ``(M,)`` boxes, a line from the centre to the front, and an arrow to the
+        position one second later for moving boxes. Boxes shorter than 2 m are drawn thin."""
         vertices = box_vertices(boxes)[..., :2].double().numpy()
         velocity = boxes.velocity.double().nan_to_num().numpy()
         motions = velocity @ self.basis.T

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which validates and is saved in their stead."""
+"""Exponential moving average (EMA) of the weights, for validation and checkpoints."""
 
 from typing import Any
 
@@ -10,27 +10,30 @@ from torch import Tensor
 from bev_lightning.errors import InputError
 
 TRAINED = "ema_trained_weights"
-"""Key of a checkpoint under which the weights as trained lie; ``state_dict`` holds the average."""
+"""Checkpoint key of the trained weights; ``state_dict`` holds the average."""
 
 
 class EMA(L.Callback):
-    """After each optimizer step ``average = d * average + (1 - d) * weights``.
+    """Keeps ``average = d * average + (1 - d) * weights``, updated after each optimizer step.
 
-    With n steps done d is ``min(decay, (1 + n) / (10 + n))``, so that a short training is not held
-    to its first weights. Validation runs on the average; a checkpoint's ``state_dict`` IS the
-    average, so whoever loads it (evaluate, predict, init_from) gets what was validated. The weights
-    as trained lie beside it, and ``resume`` goes on with both, bit for bit.
+    After n steps d is ``min(decay, (1 + n) / (10 + n))``, so that a short training does not depend
+    on its initial weights. Validation runs with the average, and a checkpoint's ``state_dict`` is
+    the average, so that evaluate, predict and init_from load what was validated. The trained
+    weights are saved beside it, and ``resume`` restores both bit for bit.
 
-    Floating-point buffers, the statistics of batch norms above all, are averaged like weights: the
-    statistics of the weights as trained would not fit the average's activations. Other buffers
-    (counters) are copied. Where several processes train, the buffers of the first count: they are
-    sent to the others before a validation, and only the first saves.
+    Floating-point buffers, above all batch-norm statistics, are averaged like weights: those of the
+    trained weights would not match the average's activations. Other buffers (counters) are copied.
+    With several processes the buffers of rank 0 are used: they are broadcast before a validation,
+    and only rank 0 saves.
 
-    For strategies that keep whole weights in every process: single device and ddp.
+    For strategies with complete weights in every process: single device and ddp.
+
+    (Lightning's WeightAveraging overwrites the trained weights with the average at the end of the
+    training, before the last checkpoint, so that extending a training is not exact; its first
+    update copies the weights, and its EMA averages integer counters.)
 
     Args:
-        decay: d after many steps; half of the average's weight lies on the last
-            ``0.7 / (1 - decay)`` steps.
+        decay: d after many steps; the last ``0.7 / (1 - decay)`` steps have half of the weight.
     """
 
     def __init__(self, decay: float = 0.9998) -> None:
@@ -41,7 +44,7 @@ class EMA(L.Callback):
         self.decay = decay
         self.num_steps = 0
         self.average: dict[str, Tensor] = {}
-        self._aside: dict[str, Tensor] = {}
+        self._trained: dict[str, Tensor] = {}
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.average:
@@ -70,36 +73,36 @@ class EMA(L.Callback):
             self.average[name].copy_(state[name])
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.average or self._aside:
+        if not self.average or self._trained:
             return
         if dist.is_initialized():
-            # Weights are the same everywhere; statistics are each process's own.
+            # Weights are the same in all processes; batch-norm statistics are not.
             for name, _ in pl_module.named_buffers():
                 if name in self.average:
                     dist.broadcast(self.average[name], src=0)
-        self._aside = _copy(pl_module.state_dict())
+        self._trained = _copy(pl_module.state_dict())
         pl_module.load_state_dict(self.average)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._put_back(pl_module)
+        self._restore_trained(pl_module)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        self._put_back(pl_module)
+        self._restore_trained(pl_module)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if self.average:
-            checkpoint[TRAINED] = self._aside or checkpoint["state_dict"]
+            checkpoint[TRAINED] = self._trained or checkpoint["state_dict"]
             checkpoint["state_dict"] = dict(self.average)
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # The module has the checkpoint's state_dict by now, which is the average. A checkpoint of a
-        # training without one starts it at its weights.
+        # The module has loaded the checkpoint's state_dict, the average, by now. Without EMA in the
+        # checkpoint the average starts at its weights.
         self.average = _copy(checkpoint["state_dict"])
         if TRAINED in checkpoint:
             pl_module.load_state_dict(checkpoint[TRAINED])
@@ -110,10 +113,10 @@ class EMA(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.num_steps = state_dict["num_steps"]
 
-    def _put_back(self, pl_module: L.LightningModule) -> None:
-        if self._aside:
-            pl_module.load_state_dict(self._aside)
-            self._aside = {}
+    def _restore_trained(self, pl_module: L.LightningModule) -> None:
+        if self._trained:
+            pl_module.load_state_dict(self._trained)
+            self._trained = {}
 
 
 def _copy(state: dict[str, Tensor]) -> dict[str, Tensor]:

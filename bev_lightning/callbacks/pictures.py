@@ -1,4 +1,4 @@
-"""Pictures of predictions against annotations, at each validation."""
+"""Draws predictions and annotations of some validation samples."""
 
 import math
 from collections.abc import Sequence
@@ -39,11 +39,10 @@ WIDTH = 3 * CELL_WIDTH + 2 * GAP
 
 
 class PredictionPictures(L.Callback):
-    """Draw some validation samples, always the same, into TensorBoard and as PNG files.
+    """Draws the same validation samples each time, as PNG files and into TensorBoard.
 
-    The samples are spread over the first process' share of the split. ``validation_step`` must
-    return the decoded boxes as ``{"boxes": Boxes3D}``; the module's ``inputs`` tell how images
-    were normalised.
+    The samples are spread over rank 0's share of the split. ``validation_step`` must return the
+    decoded boxes as ``{"boxes": Boxes3D}``; images are denormalised with the module's ``inputs``.
 
     Args:
         classes: names in the order of the labels.
@@ -78,7 +77,7 @@ class PredictionPictures(L.Callback):
     ) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        for place, b in self._chosen(
+        for number, b in self._chosen(
             trainer.num_val_batches[dataloader_idx], batch_idx, batch.size
         ):
             inputs: Inputs = pl_module.inputs  # type: ignore[assignment]
@@ -93,22 +92,22 @@ class PredictionPictures(L.Callback):
             )
             folder = self.folder or Path(trainer.default_root_dir) / "pictures"
             folder.mkdir(parents=True, exist_ok=True)
-            name = f"step_{trainer.global_step:06d}_{place}.png"
+            name = f"step_{trainer.global_step:06d}_{number}.png"
             Image.fromarray(picture).save(folder / name, compress_level=3)
             for logger in trainer.loggers:
                 if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_image(
-                        f"val/sample_{place}", picture, trainer.global_step, dataformats="HWC"
+                        f"val/sample_{number}", picture, trainer.global_step, dataformats="HWC"
                     )
 
     def _chosen(self, num_batches: int | float, batch_idx: int, size: int) -> list[tuple[int, int]]:
-        """Pictures of this batch: their number among all, and the sample of the batch."""
+        """Pictures of this batch: the number of each among all pictures, and its sample's index."""
         if math.isinf(num_batches):
-            homes = [i // size for i in range(self.num_samples)]
+            batches = [i // size for i in range(self.num_samples)]
         else:
-            homes = [i * int(num_batches) // self.num_samples for i in range(self.num_samples)]
-        mine = [place for place, home in enumerate(homes) if home == batch_idx]
-        return list(zip(mine, range(size), strict=False))
+            batches = [i * int(num_batches) // self.num_samples for i in range(self.num_samples)]
+        numbers = [number for number, one in enumerate(batches) if one == batch_idx]
+        return list(zip(numbers, range(size), strict=False))
 
 
 def draw_sample(
@@ -122,7 +121,7 @@ def draw_sample(
 ) -> np.ndarray:
     """One sample as a picture: its cameras with boxes, a bird's eye view and a table of counts.
 
-    Cameras, points, annotations and predictions are drawn as far as there are any.
+    Cameras, points, annotations and predictions are drawn if there are any.
 
     Args:
         batch: of which the sample ``b`` is drawn.
@@ -191,10 +190,10 @@ def _draw_cameras(
     camera: CameraInput,
     lettering: Lettering,
 ) -> np.ndarray:
-    """All cameras of one sample as a mosaic: those that look ahead above, each row from left to
+    """All cameras of one sample as a mosaic: forward ones in the upper rows, each row from left to
     right.
 
-    Names and order come from where the cameras look, not from their place in the batch.
+    Names and order come from the viewing directions, not from the order in the batch.
     """
     num, _, height, width = cameras.images.shape
     scale = CELL_WIDTH / width
@@ -238,8 +237,8 @@ def _label_boxes(
     origin: tuple[int, int],
     lettering: Lettering,
 ) -> None:
-    """Class and score above the boxes, the largest in the image first, where no other text
-    stands."""
+    """Class and score above the boxes, the largest in the image first, where they overlap no other
+    text."""
     extents = []
     for box in np.unique(owner):
         ends = lines[owner == box].reshape(-1, 2)
@@ -253,22 +252,19 @@ def _label_boxes(
         text = f"{classes[int(boxes.label[box])].replace('_', ' ')}{score}"
         width = 6.0 * len(text)
         left, top = min(left, CELL_WIDTH - width), max(top - 13.0, 2.0)
-        place = (left, top, left + width, top + 12.0)
+        area = (left, top, left + width, top + 12.0)
         if any(
-            place[0] < other[2]
-            and other[0] < place[2]
-            and place[1] < other[3]
-            and other[1] < place[3]
+            area[0] < other[2] and other[0] < area[2] and area[1] < other[3] and other[1] < area[3]
             for other in taken
         ):
             continue
-        taken.append(place)
+        taken.append(area)
         lettering.add((origin[0] + left, origin[1] + top + 11.0), text, PREDICTION, 11, "ls")
 
 
 def count_found(truth: Boxes3D, found: Boxes3D, distance_m: float = 2.0) -> int:
-    """Annotations ``(M,)`` that predictions ``(N,)`` of the same class find: by falling score each
-    takes the nearest one left within the distance [m], as the nuScenes metric does."""
+    """Number of annotations ``(M,)`` matched by predictions ``(N,)`` of the same class: in order of
+    score each takes the nearest free one within the distance [m], as the nuScenes metric does."""
     distance = torch.cdist(truth.centre[:, :2], found.centre[:, :2])
     score = torch.ones(found.num) if found.score is None else found.score
     hits = 0
@@ -292,7 +288,7 @@ def _direction(azimuth: float) -> str:
         "right",
         "front right",
     )
-    # Rigs place side cameras at 55 and 110 degrees; equal sectors would call those at 110 "left".
+    # Side cameras look at 55 and 110 degrees; equal sectors would call those at 110 "left".
     limits = (22.5, 85.0, 95.0, 157.5, 202.5, 265.0, 275.0, 337.5)
     turned = azimuth % 360
     return names[sum(turned >= limit for limit in limits) % 8]

@@ -1,4 +1,4 @@
-"""How fast training runs, what it waits for, and how large its gradients are."""
+"""Logs training speed, data wait, learning rate, gradient norm and memory."""
 
 import time
 from collections.abc import Iterable
@@ -14,18 +14,18 @@ GIB = 1024.0**3
 class SpeedMonitor(L.Callback):
     """Log speed, data wait, learning rate, gradient norm and GPU memory at logging steps.
 
-    - ``speed/samples_per_s``: samples of all processes a second since the last logging step,
-      validation left out.
-    - ``speed/data_wait_share``: share of that time, 0..1, that this process stood waiting for its
-      next batch (``seconds_waited`` of the training iterable).
+    - ``speed/samples_per_s``: samples of all processes per second since the last logging step,
+      without validation.
+    - ``speed/data_wait_share``: share of that time, 0..1, that this process waited for its next
+      batch (``seconds_waited`` of the training iterable).
     - ``train/lr``: learning rate of the first group of parameters.
     - ``train/grad_norm``: 2-norm of all gradients of the step, before clipping.
     - ``train/loss_scale``, ``train/skipped_steps``: with float16, the scale of the loss and the
-      optimizer steps left out so far because a gradient overflowed.
-    - ``gpu/memory_gib``: peak of the memory in use by tensors on this process' GPU so far [GiB].
+      optimizer steps skipped so far because a gradient overflowed.
+    - ``gpu/memory_gib``: peak memory of the tensors on this process's GPU so far [GiB].
 
-    Times are the host's. On a GPU the host runs ahead of the device by a few steps at most, so
-    that rates over some steps are right without ever waiting for it.
+    Times are the host's. It runs ahead of a GPU by a few steps at most, so that rates over several
+    steps are right without synchronisation.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class SpeedMonitor(L.Callback):
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of all processes a second over the whole training but its first step; 0 before
-        there is a second one."""
+        """Samples of all processes per second over the training without its first step; 0 before
+        the second step."""
         return self.samples / self.seconds * self._num_columns if self.seconds else 0.0
 
     @property
     def cpu_ms_per_sample(self) -> float:
-        """Time of this process's cores for a sample [ms], all threads together, loader processes
-        left out; on a shared machine steadier than the clock on the wall."""
+        """CPU time of this process per sample [ms], all threads, without loader processes; on a
+        shared machine it varies less than wall time."""
         return 1e3 * self.cpu_seconds / self.samples if self.samples else 0.0
 
     @property
     def data_wait_share(self) -> float:
-        """Share of the training time, 0..1, spent waiting for data, the first step left out."""
+        """Share of the training time, 0..1, spent waiting for data, without the first step."""
         return self.seconds_waited / self.seconds if self.seconds else 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -63,7 +63,7 @@ class SpeedMonitor(L.Callback):
         self._num_columns = count_columns(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Validation inside training is nobody's step. Before the first step no clock runs.
+        # Validation is not part of a step. Before the first step no clock runs.
         if self._mark:
             self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
 
@@ -84,7 +84,7 @@ class SpeedMonitor(L.Callback):
     ) -> None:
         now, cpu = time.perf_counter(), time.process_time()
         waited = getattr(trainer.train_dataloader, "seconds_waited", 0.0)
-        if self._mark:  # the first step warms caches and kernels up: not counted
+        if self._mark:  # the first step warms up caches and kernels: not counted
             self.samples += len(batch)
             self.seconds += now - self._mark
             self.cpu_seconds += cpu - self._cpu_mark
@@ -122,9 +122,9 @@ class SpeedMonitor(L.Callback):
 
 
 def count_columns(trainer: L.Trainer) -> int:
-    """Processes, or pipelines of them, that read samples of their own; of a trainer at work."""
-    told = trainer.distributed_sampler_kwargs
-    return int(told["num_replicas"]) if told else 1
+    """Number of data-parallel replicas of a running trainer: processes, or pipelines of them."""
+    arguments = trainer.distributed_sampler_kwargs
+    return int(arguments["num_replicas"]) if arguments else 1
 
 
 def _logs_at(trainer: L.Trainer, step: int) -> bool:
@@ -133,6 +133,6 @@ def _logs_at(trainer: L.Trainer, step: int) -> bool:
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """2-norm ``()`` over all gradients, on their device; 0 where there is none."""
+    """2-norm ``()`` over all gradients, on their device; 0 without gradients."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())

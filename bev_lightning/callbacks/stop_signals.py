@@ -1,4 +1,4 @@
-"""A training that is asked to stop: by whom, and when all of its processes know."""
+"""Stops a training on a signal, at the same optimizer step in all processes."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from bev_lightning.errors import InputError
 
 
 class Stopped(Exception):  # noqa: N818  not an error
-    """A signal ended the training, after it had saved.
+    """A signal stopped the training, after it had saved a checkpoint.
 
     Attributes:
         number: of the signal.
@@ -26,11 +26,11 @@ class Stopped(Exception):  # noqa: N818  not an error
 
 
 class StopRequest:
-    """Signals that are taken as a wish to stop, which all processes learn of at the same step.
+    """Turns signals into a stop request that all processes see at the same optimizer step.
 
-    A scheduler tells the processes at different moments, or only one of them; if one stopped by
-    itself the others would wait for it. So they ask one another at every optimizer step. The answer
-    is read at the next one, when it has long been there: nobody waits for it.
+    A scheduler signals the processes at different moments, or only one of them, and a process that
+    stopped alone would leave the others waiting. So they all-reduce the request at every optimizer
+    step, asynchronously; the result is read one step later, when it has arrived.
 
     Args:
         signals: names, such as SIGTERM.
@@ -42,44 +42,44 @@ class StopRequest:
         if unknown:
             raise InputError(
                 f"callbacks.steps.stop_signals holds {', '.join(unknown)}, which is no signal; "
-                "name signals such as SIGTERM or SIGUSR1"
+                "use names such as SIGTERM or SIGUSR1"
             )
         self._signals = [known[name] for name in signals]
         self._number = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self._handlers: dict[signal.Signals, Any] = {}
         self._group: Any = None
-        self._asked: tuple[torch.Tensor, Any] | None = None
+        self._pending: tuple[torch.Tensor, Any] | None = None
 
     def listen(self, num_processes: int) -> None:
-        """Take the signals from now on. All processes must call it."""
-        self._number, self._asked = 0, None
+        """Install the signal handlers. All processes must call it."""
+        self._number, self._pending = 0, None
         if num_processes > 1 and dist.is_initialized() and self._group is None:
             self._group = dist.new_group(backend="gloo")
         if threading.current_thread() is threading.main_thread():
             for one in self._signals:
-                self._before.setdefault(one, signal.getsignal(one))
+                self._handlers.setdefault(one, signal.getsignal(one))
                 signal.signal(one, self._note)
 
     def ignore(self) -> None:
-        """Leave the signals to whom they belonged."""
+        """Restore the former signal handlers."""
         if threading.current_thread() is threading.main_thread():
-            for one, handler in self._before.items():
+            for one, handler in self._handlers.items():
                 signal.signal(one, handler)
-        self._before = {}
+        self._handlers = {}
 
     def poll(self) -> int:
-        """The signal upon which all processes stop now; 0 to go on. Called by all at the same
-        step."""
+        """The number of the signal on which all processes stop now, or 0. All processes must call
+        it at the same step."""
         if self._group is None:
             return self._number
-        before = self._asked
+        previous = self._pending
         number = torch.tensor([self._number])
         work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._asked = (number, work)
-        if before is None:
+        self._pending = (number, work)
+        if previous is None:
             return 0
-        before[1].wait()
-        return int(before[0])
+        previous[1].wait()
+        return int(previous[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._number and number == signal.SIGINT:
@@ -87,5 +87,5 @@ class StopRequest:
         self._number = number
         if os.environ.get("LOCAL_RANK", "0") == "0":
             more = "; Ctrl-C once more ends it at once" if number == signal.SIGINT else ""
-            said = f"\n{signal.Signals(number).name}: saving after this optimizer step{more}\n"
-            os.write(2, said.encode())  # print is not for signal handlers
+            message = f"\n{signal.Signals(number).name}: saving after this optimizer step{more}\n"
+            os.write(2, message.encode())  # print is not safe in a signal handler

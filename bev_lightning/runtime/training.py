@@ -10,19 +10,19 @@ import lightning as L
 from omegaconf import DictConfig
 
 from bev_lightning.callbacks.checkpoint import StepCheckpoint
-from bev_lightning.callbacks.health import (
-    FiniteLoss,
-    MemoryUse,
-    explain_memory,
-    is_out_of_memory,
-    measure_peak_mib,
-)
+from bev_lightning.callbacks.health import FiniteLoss
 from bev_lightning.callbacks.speed import SpeedMonitor
 from bev_lightning.callbacks.stragglers import StragglerMonitor
 from bev_lightning.config.resolve import plan_batch
 from bev_lightning.config.run_directory import write_json
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.cluster import find_launcher, is_rank_zero, requeue_slurm_job
+from bev_lightning.hardware.out_of_memory import (
+    MemoryUse,
+    explain_memory,
+    is_out_of_memory,
+    measure_peak_mib,
+)
 from bev_lightning.runtime.memory_forecast import make_plan
 
 _Callback = TypeVar("_Callback", bound=L.Callback)

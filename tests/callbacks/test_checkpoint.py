@@ -78,7 +78,7 @@ def test_a_name_stands_for_a_whole_file(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch, "save", tear)
     for name in ("step_000001.ckpt", "step_2.ckpt"):
-        with pytest.raises(InputError, match=r"could not be written \(No space left .*; make room"):
+        with pytest.raises(InputError, match=r"could not be written \(No space left .*; free disk"):
             io.save_checkpoint({}, tmp_path / name)
     assert names(tmp_path) == ["step_000001.ckpt"]
     assert torch.load(path, weights_only=True)["weights"].sum() == 499500

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bev_lightning.callbacks.stragglers import Sign, StragglerMonitor
+from bev_lightning.callbacks.stragglers import Heartbeat, StragglerMonitor
 
 CLOSED = RuntimeError("[/pytorch/gloo/pair.cc:534] Connection closed by peer [10.0.0.3]:29612")
 LATE = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 120000ms for recv operation")
@@ -29,11 +29,11 @@ def watch(rank: int = 0, world_size: int = 3) -> StragglerMonitor:
 
 
 def sign(store: dist.Store, rank: int, **values) -> None:
-    store.set(str(rank), json.dumps(asdict(Sign(host=f"ws{rank}", pid=40 + rank, **values))))
+    store.set(str(rank), json.dumps(asdict(Heartbeat(host=f"ws{rank}", pid=40 + rank, **values))))
 
 
 class Living(threading.Thread):
-    """Signs of processes that live."""
+    """Heartbeats of processes that live."""
 
     def __init__(self, store: dist.Store, signs: dict[int, dict]) -> None:
         super().__init__(daemon=True)
@@ -54,9 +54,9 @@ class Living(threading.Thread):
                 sign(self.store, rank, beat=beat, **values)
 
 
-def test_a_process_without_signs_is_gone() -> None:
+def test_a_process_without_heartbeats_is_gone() -> None:
     one = watch()
-    sign(one._store, 2, beat=7, count=31, place="computing the loss", step=10)
+    sign(one._store, 2, beat=7, count=31, phase="computing the loss", step=10)
     with Living(one._store, {0: {"count": 32}, 1: {"count": 32}}):
         said = one.explain(CLOSED)
     assert said.startswith("process 2 (pid 42 on ws2) is gone ([/pytorch/gloo/pair.cc:534]")
@@ -66,17 +66,17 @@ def test_a_process_without_signs_is_gone() -> None:
 def test_a_process_behind_the_others_is_named() -> None:
     one = watch(rank=2)
     signs = {0: {"count": 32}, 2: {"count": 32}}
-    signs[1] = {"count": 30, "place": "reading its next batch", "step": 10}
+    signs[1] = {"count": 30, "phase": "reading its next batch", "step": 10}
     with Living(one._store, signs):
         said = one.explain(LATE)
     assert re.match(
         r"process 1 \(pid 41 on ws1\) has been reading its next batch after optimizer step 10 for "
-        r"\d s while the others wait for it, at most 120 s; look there with py-spy dump --pid 41",
+        r"\d s while the others wait for it, at most 120 s; run py-spy dump --pid 41 there",
         said,
     )
-    signs[1]["place"] = "scoring"
+    signs[1]["phase"] = "scoring"
     with Living(one._store, signs):
-        assert "all 3 processes live but have lost touch" in one.explain(LATE)
+        assert "all 3 processes are alive but have lost their connection" in one.explain(LATE)
 
 
 def test_the_start_and_other_errors() -> None:
