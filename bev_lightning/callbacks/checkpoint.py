@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from bev_lightning.callbacks.stop_signals import Stopped, StopRequest
 from bev_lightning.errors import InputError
+from bev_lightning.private_apis import epoch_is_done, validation_is_due
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -138,14 +139,11 @@ class StepCheckpoint(Checkpoint):
         self._due = (
             bool(self._signal) or step % self.every_n_train_steps == 0 or self._is_permanent(step)
         )
-        loop = trainer.fit_loop.epoch_loop
-        fetcher = trainer.fit_loop._data_fetcher
-        assert fetcher is not None
-        if not self._ends_epoch(trainer) and not loop._should_check_val_fx(fetcher):
+        if not epoch_is_done(trainer) and not validation_is_due(trainer):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._due and not self._ends_epoch(trainer):
+        if self._due and not epoch_is_done(trainer):
             self._save_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -167,11 +165,6 @@ class StepCheckpoint(Checkpoint):
     def _is_permanent(self, step: int) -> bool:
         every = self.keep_every_n_train_steps
         return every is not None and step % every == 0
-
-    def _ends_epoch(self, trainer: L.Trainer) -> bool:
-        """Whether an epoch or the training ends with this batch; it is saved after Lightning has
-        counted the epoch."""
-        return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
     def _save_if_due(self, trainer: L.Trainer) -> None:
         if not self._due or trainer.fast_dev_run:  # type: ignore[attr-defined]

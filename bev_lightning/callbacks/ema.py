@@ -3,9 +3,9 @@
 from typing import Any
 
 import lightning as L
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from bev_lightning.errors import InputError
 
@@ -66,8 +66,8 @@ class EMA(L.Callback):
         decay = min(self.decay, (1 + self.num_steps) / (10 + self.num_steps))
         state = pl_module.state_dict()
         real = [name for name, value in self.average.items() if value.is_floating_point()]
-        torch._foreach_lerp_(
-            [self.average[name] for name in real], [state[name] for name in real], 1 - decay
+        get_ema_multi_avg_fn(decay)(
+            [self.average[name] for name in real], [state[name] for name in real], None
         )
         for name in self.average.keys() - set(real):
             self.average[name].copy_(state[name])

@@ -14,6 +14,8 @@ from typing import Any
 import lightning as L
 import torch.distributed as dist
 
+from bev_lightning.private_apis import rendezvous_store, set_collective_timeout
+
 # Error messages of torch, gloo and NCCL when another process is missing.
 _LOST = re.compile(
     r"timed out|time-?out|connection (was )?(closed|reset|refused)|broken pipe|recvvalue failed"
@@ -77,13 +79,11 @@ class StragglerMonitor(L.Callback):
         if trainer.world_size == 1 or not dist.is_initialized():
             return
         # The timeout of the rendezvous has applied until here.
-        # Torch 2.11 has it under a private name alone.
-        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-        set_timeout(timedelta(seconds=self.collective_s))
+        set_collective_timeout(timedelta(seconds=self.collective_s))
         self._rank, self._world_size = trainer.global_rank, trainer.world_size
         self._children = getattr(trainer.strategy.launcher, "procs", [])
         # The thread needs its own connection; the original one serves all processes.
-        self._origin = dist.distributed_c10d._get_default_store()
+        self._origin = rendezvous_store()
         store = self._origin.clone()
         store.set_timeout(timedelta(seconds=max(2.0, 2 * self.interval_s)))
         self._store = dist.PrefixStore("bev_lightning/heartbeats", store)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bev_lightning.private_apis import TorchDispatchMode, tree_iter
+from bev_lightning.private_apis import TorchDispatchMode, storage_key, tree_iter
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _MIB = 2**20
@@ -83,7 +83,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor, kind: str, moves: bool = False) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         known = self._kind_of.get(key)
         if known is None:
             self._kind_of[key] = kind

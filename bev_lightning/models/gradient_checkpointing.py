@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from bev_lightning.private_apis import _BatchNorm
+
 
 def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
     """Run a block, storing its input only; works under DDP (non-reentrant).
@@ -23,7 +25,7 @@ def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
 
 @contextmanager
 def _keep_statistics(block: nn.Module) -> Iterator[None]:
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in block.modules() if isinstance(m, _BatchNorm)]
     saved = [norm.momentum for norm in norms]
     counts = [n.num_batches_tracked for n in norms if n.num_batches_tracked is not None]
     before = [count.clone() for count in counts]

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from bev_lightning.errors import InputError
 from bev_lightning.models.image import MapSize, conv_norm_relu
 from bev_lightning.models.protocol import RowParallel
 from bev_lightning.ops.bev_pool import PoolIndex, bev_pool, build_pool_index
+from bev_lightning.private_apis import FakeTensor
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import project
 

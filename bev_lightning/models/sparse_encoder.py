@@ -20,6 +20,7 @@ from bev_lightning.ops.sparse_conv import (
     sparse_conv,
 )
 from bev_lightning.ops.sparse_conv.spconv import check_installed, is_installed
+from bev_lightning.private_apis import _BatchNorm
 
 # The convolution that ends the encoder takes the height down once more.
 _OUT_KERNEL, _OUT_STRIDE, _OUT_PADDING = (3, 1, 1), (2, 1, 1), (0, 0, 0)
@@ -119,7 +120,7 @@ def _normalise(conv: nn.Module, norm: nn.Module, features: Tensor, rulebook: Rul
     """``norm(conv(features))``. In evaluation the norm is a factor and a shift of each channel,
     which are the convolution's as well: the map is written once."""
     assert isinstance(conv, SparseConv3d)
-    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    assert isinstance(norm, _BatchNorm)
     mean, variance = norm.running_mean, norm.running_var
     if norm.training or mean is None or variance is None:
         result: Tensor = norm(conv(features, rulebook))

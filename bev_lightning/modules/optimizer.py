@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from bev_lightning.checks import check_number
 from bev_lightning.errors import InputError
+from bev_lightning.private_apis import unscale_by_scaler
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,7 @@ class OptimizerFactory:
                 "every parameter is frozen; leave something to train in optim.multipliers"
             )
         optimizer = self.optimizer(groups, lr=self.lr)
-        if hasattr(optimizer, "_step_supports_amp_scaling"):
-            # A fused kernel could unscale float16 gradients too, and Lightning then refuses to clip
-            # them, in any mixed precision: leave that to the scaler.
-            optimizer._step_supports_amp_scaling = False
+        unscale_by_scaler(optimizer)
         if self.scheduler is None:
             return optimizer, None
         if "num_steps" in inspect.signature(self.scheduler).parameters:

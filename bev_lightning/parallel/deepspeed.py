@@ -9,6 +9,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
 
+from bev_lightning.private_apis import link_deepspeed_states
+
 
 class ZeroStrategy(DeepSpeedStrategy):
     """Lightning's DeepSpeedStrategy, but for checkpoints: process 0 writes one ordinary file in
@@ -91,7 +93,7 @@ def gather_moments(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> 
 
     inner = optimizer.optimizer
     if inner.state:
-        _link(optimizer)
+        link_deepspeed_states(optimizer)
     kept: dict[str, Any] = next(iter(inner.state.values()), {})
     step = kept.get("step")
     moments = [key for key, value in kept.items() if torch.is_tensor(value) and value.ndim]
@@ -133,7 +135,7 @@ def scatter_moments(
     for piece in flat:
         zeros = {key: torch.zeros_like(piece) for key in moments}
         inner.state[piece] = {"step": example["step"].clone().to(piece.device), **zeros}
-    _link(optimizer)
+    link_deepspeed_states(optimizer)
     rank, number = dist.get_rank(), 0
     for group in groups:
         for parameter in group:
@@ -147,11 +149,3 @@ def scatter_moments(
                 else:
                     safe_set_full_optimizer_state(parameter, value, key)
             number += 1
-
-
-def _link(optimizer: Any) -> None:
-    """Tell stages 1 and 2 where the moments are: they look for themselves once, after the step of
-    the first group, when the other groups have none yet."""
-    if hasattr(optimizer, "_hp_optimizer_states_linked"):
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()

@@ -17,6 +17,7 @@ from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.parallel.collectives import RowParallelGroup
 from bev_lightning.parallel.partition import partition_model, split_stages
 from bev_lightning.parallel.pipeline_stage import PipelineRunner
+from bev_lightning.private_apis import _BatchNorm
 from bev_lightning.structures import Batch
 
 # Gradients are summed up over all processes in pieces of this many numbers.
@@ -217,7 +218,7 @@ class HybridStrategy(DDPStrategy):
                 for part in parts
                 for module in part.modules
                 for norm in module.modules()
-                if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.training
+                if isinstance(norm, _BatchNorm) and norm.training
             ]
             for dtype in (torch.float32, torch.int64):
                 buffers = [b for norm in norms for b in norm.buffers() if b.dtype == dtype]

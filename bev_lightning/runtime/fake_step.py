@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bev_lightning.hardware.memory import Peak, measure_step
 from bev_lightning.models.protocol import SupportsFakeForward
 from bev_lightning.modules.detection import DetectionModule
+from bev_lightning.private_apis import FakeTensorMode, TorchDispatchMode
 from bev_lightning.runtime.build import build_module
 from bev_lightning.structures import Batch, Cameras, Inputs, Points, Radar
 

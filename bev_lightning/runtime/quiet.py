@@ -13,7 +13,6 @@ _IGNORED = (
     r"The '\w+_dataloader' does not have many workers",
     # A resumed run continues in its directory.
     r"Checkpoint directory .* exists and is not empty",
-    r"The dirpath has changed from",
 )
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
