@@ -90,27 +90,27 @@ def measure_step(
     rate = measure_matmul(device, _DTYPES.get(cfg.trainer.precision, torch.float32))
     context = trainer.precision_plugin.forward_context
     size = batch.size
+    steps = timer.medians()
     rows = [
         Row(
-            name,
+            step.name,
             "step",
-            ms=whole.ms,
-            cpu_ms=None if on_cuda else whole.cpu_ms,
-            samples_per_s=size / whole.ms * 1e3,
-            peak_mib=whole.peak_mib,
+            ms=step.ms,
+            cpu_ms=None if on_cuda else step.cpu_ms,
+            samples_per_s=size / step.ms * 1e3,
+            peak_mib=step.peak_mib,
             more={
-                **{f"{part}_ms": value for part, value in split.items()},
+                **{f"{part}_ms": value for part, value in step.parts_ms.items()},
                 "tflop": flops / 1e12,
-                "mfu": flops / (whole.ms / 1e3) / rate,
+                "mfu": flops / (step.ms / 1e3) / rate,
             },
         )
-        for name, whole, split in timer.medians()
+        for step in steps
     ]
     rows += measure_parts(module, batch, context, repeats, on_cuda)
     matching = measure_matching(module, batch, context, repeats)
     if matching is not None:
-        split = timer.medians()[-1][2]
-        share = matching.ms / sum(split.values())
+        share = matching.ms / sum(steps[-1].parts_ms.values())
         rows.append(Row("match", "matching", matching.ms, matching.cpu_ms, more={"share": share}))
     conditions = (
         f"{module.network.__class__.__name__}, {size} samples of {source}, precision "

@@ -18,18 +18,22 @@ PARTS = ("data", "forward", "loss", "backward", "optimizer")
 
 
 @dataclass
-class Step:
-    """Median times of one kind of step.
+class StepTimes:
+    """Median times of the steps with one implementation.
 
     Attributes:
-        ms: wall time [ms].
+        name: ``reference`` or ``fast``.
+        ms: wall time of the step [ms].
         cpu_ms: CPU time of this process [ms].
         peak_mib: peak memory [MiB].
+        parts_ms: wall time of each part [ms].
     """
 
+    name: str
     ms: float
     cpu_ms: float
     peak_mib: float | None
+    parts_ms: dict[str, float]
 
 
 @dataclass
@@ -89,24 +93,28 @@ class StepTimer(L.Callback):
         self._records.pop()
         pl_module.loss = self._loss
 
-    def medians(self) -> list[tuple[str, Step, dict[str, float]]]:
-        """Name, whole step and parts [ms] of the reference and of the fast implementation."""
+    def medians(self) -> list[StepTimes]:
+        """Times with reference operators, then with fast ones."""
         result = []
         for name in ("reference", "fast"):
             whole = self._records_of(name, split=not self.on_cuda)
-            step = Step(
-                statistics.median(_span(r, 0) for r in whole),
-                statistics.median(_span(r, 1) for r in whole),
-                max((r.peak_mib for r in whole if r.peak_mib is not None), default=None),
-            )
-            records = self._records_of(name, split=True)
-            parts = {
-                part: statistics.median(
-                    (r.marks[number + 1][0] - r.marks[number][0]) * 1e3 for r in records
+            split = self._records_of(name, split=True)
+            result.append(
+                StepTimes(
+                    name,
+                    ms=statistics.median(_span(r, 0) for r in whole),
+                    cpu_ms=statistics.median(_span(r, 1) for r in whole),
+                    peak_mib=max(
+                        (r.peak_mib for r in whole if r.peak_mib is not None), default=None
+                    ),
+                    parts_ms={
+                        part: statistics.median(
+                            (r.marks[number + 1][0] - r.marks[number][0]) * 1e3 for r in split
+                        )
+                        for number, part in enumerate(PARTS)
+                    },
                 )
-                for number, part in enumerate(PARTS)
-            }
-            result.append((name, step, parts))
+            )
         return result
 
     def _records_of(self, name: str, split: bool) -> list[_Record]:

@@ -73,6 +73,8 @@ CLASSES = {
 }
 # Import paths whose names went to different modules, or left this package.
 TARGETS = {
+    "bev_lightning.benches.plan.measure": "bev_lightning.benchmarks.plan.measure_plan",
+    "bev_lightning.benches.prepare.run": "bev_lightning.benchmarks.prepare.measure_prepare",
     "bev_lightning.modules.optimizer.AdamW": "torch.optim.AdamW",
     "bev_lightning.objectives.losses.BEVFusionObjective": (
         "bev_lightning.losses.bevfusion.BEVFusionLoss"
