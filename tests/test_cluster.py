@@ -17,17 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import TINY_LIDAR_MODEL
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "launch_cluster.sh"
 ADDRESSES = [f"10.213.77.{number}" for number in range(1, 5)]
 OVERRIDES = [
-    "model=bevfusion_lidar_toy",
-    "model.inputs.lidar.range=[-25.6,-25.6,-5.0,25.6,25.6,3.0]",
-    "model.network.lidar.out_channels=8",
-    "model.network.backbone={in_channels:8,out_channels:[8,8,8],layer_nums:[1,1,1]}",
-    "model.network.neck={in_channels:[8,8,8],out_channels:[8,8,8]}",
-    "model.network.head={in_channels:24,channels:8,num_boxes:20}",
+    *TINY_LIDAR_MODEL,
     "~callbacks.pictures",
     "data=synthetic_mini",
     "data.synthetic.image_size=[36,64]",

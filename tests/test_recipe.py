@@ -2,43 +2,13 @@
 averaged weights, multipliers; then evaluation with and without test-time augmentation."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import TINY_DATA, run_directory, run_verb
 
-TINY = [
-    "data=synthetic_mini",
-    "data.synthetic.num_train_scenes=1",
-    "data.synthetic.num_val_scenes=1",
-    "data.synthetic.frames_per_scene=2",
-    "data.synthetic.num_azimuths=90",
-    "model=bevfusion_lidar_toy",
-    "loader=torch",
-    "loader.num_workers=0",
-    "hardware=cpu",
-    "logger=none",
-]
-
-
-def run(folder: Path, verb: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", f"bev_lightning.{verb}", *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def results_of(folder: Path, process: subprocess.CompletedProcess) -> Path:
-    assert process.returncode == 0, process.stderr[-3000:]
-    return folder / process.stdout.strip().splitlines()[-1].removeprefix("Results: ")
+TINY = [*TINY_DATA, "model=bevfusion_lidar_toy", "logger=none"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None:
-    process = run(
+    process = run_verb(
         folder,
         "train",
         *TINY,
@@ -60,7 +30,7 @@ def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None
         "trainer.val_check_interval=3",
         "trainer.sync_batchnorm=true",
     )
-    trained = results_of(folder, process)
+    trained = run_directory(folder, process)
     # Every part that does nothing says so, once.
     said = process.stdout + process.stderr
     for sentence in (
@@ -77,26 +47,26 @@ def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None
     assert any(not torch.equal(weights[name], as_trained[name]) for name in weights)
 
     words = f"ckpt={best}", "loader.num_workers=0", "hardware=cpu", "logger=none"
-    again = results_of(folder, run(folder, "evaluate", *words))
+    again = run_directory(folder, run_verb(folder, "evaluate", *words))
     scores = [json.loads((place / "score.json").read_text()) for place in (trained, again)]
     assert scores[0]["NDS"] == scores[1]["NDS"] and scores[0]["AP"] == scores[1]["AP"]
 
-    turned = results_of(folder, run(folder, "predict", *words, "tta=flip"))
+    turned = run_directory(folder, run_verb(folder, "predict", *words, "tta=flip"))
     plain = json.loads((again / "submission.json").read_text())["results"]
     merged = json.loads((turned / "submission.json").read_text())["results"]
     assert merged.keys() == plain.keys() and merged != plain
 
 
 def test_an_epoch_of_empty_frames_trains_and_says_so_once(folder: Path) -> None:
-    process = run(
+    process = run_verb(
         folder, "train", *TINY, "data.min_points=100000", "data.cbgs=true", "trainer.max_steps=2"
     )
-    trained = results_of(folder, process)
+    trained = run_directory(folder, process)
     assert (process.stdout + process.stderr).count("the model learns background alone") == 1
     assert json.loads((trained / "score.json").read_text())["status"] == "finished"
 
 
 def test_pasting_into_points_only_is_refused_for_a_fusion(folder: Path) -> None:
-    process = run(folder, "train", *TINY, "model=bevfusion_toy", "data/gt_sampling=published")
+    process = run_verb(folder, "train", *TINY, "model=bevfusion_toy", "data/gt_sampling=published")
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert "this model reads camera too" in process.stderr

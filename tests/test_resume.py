@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import TINY_DATA, call_main
 from safetensors.torch import save_file
 
 from bev_lightning.config.compose import load_config
@@ -28,14 +29,8 @@ from bev_lightning.train import main
 MODEL = ["model=bevfusion_lidar_toy", "model.network.head.num_boxes=20"]
 TINY = [
     *MODEL,
-    "data=synthetic_mini",
-    "data.synthetic.num_train_scenes=1",
-    "data.synthetic.num_val_scenes=1",
+    *TINY_DATA,
     "data.synthetic.frames_per_scene=3",
-    "data.synthetic.num_azimuths=90",
-    "loader=torch",
-    "loader.num_workers=0",
-    "hardware=cpu",
     "logger=none",
     "data.batch_size=1",
     "accumulation=2",
@@ -61,14 +56,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def train(*words: str) -> tuple[int, Path]:
     """Exit code and run directory."""
     before = set(Path("outputs/train").glob("*"))
-    argv, sys.argv = sys.argv, ["train", *words]
-    try:
-        main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = argv
+    code = call_main(main, "train", *words)
     (run,) = set(Path("outputs/train").glob("*")) - before
     return code, run.resolve()
 

@@ -1,45 +1,15 @@
 """The programs as a user starts them, on a synthetic data set of a few frames."""
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import TINY_DATA, run_directory, run_verb
 
-TINY = [
-    "data=synthetic_mini",
-    "data.synthetic.num_train_scenes=1",
-    "data.synthetic.num_val_scenes=1",
-    "data.synthetic.frames_per_scene=2",
-    "data.synthetic.num_azimuths=90",
-    "model.network.head.num_boxes=20",
-    "loader=torch",
-    "loader.num_workers=0",
-    "hardware=cpu",
-]
-
-
-def run(folder: Path, verb: str, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", f"bev_lightning.{verb}", *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def results_of(folder: Path, process: subprocess.CompletedProcess) -> Path:
-    assert process.returncode == 0, process.stderr[-3000:]
-    last = process.stdout.strip().splitlines()[-1]
-    assert last.startswith("Results: ")
-    return folder / last.removeprefix("Results: ")
+TINY = [*TINY_DATA, "model.network.head.num_boxes=20"]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +19,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def training(folder: Path) -> subprocess.CompletedProcess:
-    return run(folder, "train", *TINY, "trainer.max_steps=2")
+    return run_verb(folder, "train", *TINY, "trainer.max_steps=2")
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, training: subprocess.CompletedProcess) -> Path:
-    return results_of(folder, training)
+    return run_directory(folder, training)
 
 
 # What a run may print: the plan, progress, scores, this package's own warnings and the results.
@@ -100,7 +70,7 @@ def test_checkpoint_loads_without_executing_anything(trained: Path):
 
 def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, trained: Path):
     checkpoint = f"ckpt={trained / 'checkpoints' / 'best.ckpt'}"
-    again = results_of(folder, run(folder, "evaluate", checkpoint, "loader.num_workers=0"))
+    again = run_directory(folder, run_verb(folder, "evaluate", checkpoint, "loader.num_workers=0"))
     scores = [json.loads((place / "score.json").read_text()) for place in (trained, again)]
     assert scores[0]["AP"] == scores[1]["AP"] and scores[0]["NDS"] == scores[1]["NDS"]
     assert scores[1]["steps"] == 2 and scores[1]["status"] == "finished"
@@ -116,7 +86,7 @@ def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, tr
     partial.write_text(json.dumps(content))
     (sensors,) = folder.glob("**/samples")
     hidden = sensors.rename(sensors.with_name("hidden"))
-    scored = results_of(folder, run(folder, "evaluate", f"results={partial}", *TINY))
+    scored = run_directory(folder, run_verb(folder, "evaluate", f"results={partial}", *TINY))
     hidden.rename(sensors)
     score = json.loads((scored / "score.json").read_text())
     assert score["frames"] == 2 and score["left_out"] == 1 and score["steps"] is None
@@ -127,7 +97,7 @@ def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, tr
     lost = sensors.parent / next(name for name in names if "samples/CAM_FRONT/" in name)
     put_away = lost.rename(lost.with_suffix(".lost"))
     skip = [checkpoint, "loader.num_workers=0", "data.on_missing=skip"]
-    skipped = results_of(folder, run(folder, "evaluate", *skip))
+    skipped = run_directory(folder, run_verb(folder, "evaluate", *skip))
     put_away.rename(lost)
     found = json.loads((skipped / "score.json").read_text())
     assert found["frames"] == 2 and found["left_out"] == 1
@@ -135,23 +105,25 @@ def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, tr
     assert json.loads((skipped / "submission.json").read_text())["results"][gone] == []
 
     # Predictions of one split scored on another: one sentence that names both.
-    wrong = run(folder, "evaluate", f"results={submission}", *TINY, "data.val_split=mini_train")
+    wrong = run_verb(
+        folder, "evaluate", f"results={submission}", *TINY, "data.val_split=mini_train"
+    )
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     assert "mini_val" in wrong.stderr and "mini_train" in wrong.stderr
 
 
 def test_predict_writes_a_submission(folder: Path, trained: Path):
     checkpoint = f"ckpt={trained / 'checkpoints' / 'last.ckpt'}"
-    place = results_of(folder, run(folder, "predict", checkpoint, "loader.num_workers=0"))
+    place = run_directory(folder, run_verb(folder, "predict", checkpoint, "loader.num_workers=0"))
     every = list(json.loads((place / "submission.json").read_text())["results"])
     assert len(every) == 2
     limits = ["loader.num_workers=0", "trainer.limit_val_batches=1", "data.val_batch_size=1"]
-    place = results_of(folder, run(folder, "predict", checkpoint, *limits))
+    place = run_directory(folder, run_verb(folder, "predict", checkpoint, *limits))
     assert list(json.loads((place / "submission.json").read_text())["results"]) == every[:1]
 
 
 def test_two_processes_end_with_the_same_weights(folder: Path, trained: Path):
-    process = run(
+    process = run_verb(
         folder,
         "train",
         *TINY,
@@ -160,14 +132,14 @@ def test_two_processes_end_with_the_same_weights(folder: Path, trained: Path):
         "trainer.max_steps=2",
     )
     assert "weights of all 2 processes are equal" in process.stdout + process.stderr
-    score = json.loads((results_of(folder, process) / "score.json").read_text())
+    score = json.loads((run_directory(folder, process) / "score.json").read_text())
     assert score["steps"] == 2 and score["frames"] == 2
 
 
 def test_sweep_makes_one_folder_and_one_config_a_job(folder: Path, trained: Path):
     axes = ["precision=32,bf16", "accumulation=1,2"]
-    process = run(folder, "train", "-m", *TINY, *axes, "trainer.max_steps=1", "logger=none")
-    place = results_of(folder, process)
+    process = run_verb(folder, "train", "-m", *TINY, *axes, "trainer.max_steps=1", "logger=none")
+    place = run_directory(folder, process)
     jobs = sorted(path for path in place.iterdir() if path.is_dir())
     assert [job.name for job in jobs] == ["0", "1", "2", "3"]
     for job in jobs:
@@ -176,6 +148,6 @@ def test_sweep_makes_one_folder_and_one_config_a_job(folder: Path, trained: Path
 
 def test_refuses_a_model_that_the_checkpoint_is_not_of(folder: Path, trained: Path):
     checkpoint = f"ckpt={trained / 'checkpoints' / 'last.ckpt'}"
-    process = run(folder, "evaluate", checkpoint, "model.network.head.channels=32")
+    process = run_verb(folder, "evaluate", checkpoint, "model.network.head.channels=32")
     assert process.returncode == 2 and "Traceback" not in process.stderr
     assert "holds the weights of another model" in process.stderr

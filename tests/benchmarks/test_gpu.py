@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_directory, run_verb
 
 from bev_lightning.benchmarks import gpu
 from bev_lightning.config.compose import load_config
@@ -51,16 +52,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def test_a_step_needs_neither_devkit_nor_dali(tmp_path: Path, environment: dict[str, str]) -> None:
     overrides = ["bench=step", "hardware=cpu", *TINY]
-    done = subprocess.run(
-        [sys.executable, "-m", "bev_lightning.bench", *overrides],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / done.stdout.strip().splitlines()[-1].removeprefix("Results: ")
+    done = run_verb(tmp_path, "bench", *overrides, **environment)
+    run = run_directory(tmp_path, done)
     assert {"bench.json", "bench.md", "bench.png"} <= {path.name for path in run.iterdir()}
 
 

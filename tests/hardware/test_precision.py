@@ -1,12 +1,13 @@
 """float16, bfloat16 and FP8 training of tiny models on a CPU; operations kept in float32."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from helpers import BatchLoader
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,19 +28,6 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "fp8": lambda: Float8("cpu", emulate=True),
     "fp8 rowwise": lambda: Float8("cpu", "rowwise", emulate=True),
 }
-
-
-class Batches:
-    """Iterable of batches for Lightning, which would treat a list as several loaders."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
 
 
 class Record(L.Callback):
@@ -67,7 +55,7 @@ def fit(
         plugins=[plugin] if plugin else None,
         **{"callbacks": [record], "gradient_clip_val": 10.0, **arguments},
     )
-    trainer.fit(module, Batches(batches))
+    trainer.fit(module, BatchLoader(batches))
     return record.losses, trainer
 
 

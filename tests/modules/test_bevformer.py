@@ -1,13 +1,14 @@
 """The memory of the previous frame: streams, mixed batches, queues."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import BatchLoader
 from torch import Tensor
 
 from bev_lightning.data.samplers import SceneSampler
@@ -113,19 +114,6 @@ def batches(*groups: str) -> list[Batch]:
         Batch.stack([make_frame(token[0], int(token[1])) for token in group.split()])
         for group in groups
     ]
-
-
-class Loader:
-    """What Lightning takes for a dataloader; a list of batches would be one of dataloaders."""
-
-    def __init__(self, frames: Sequence[Batch]) -> None:
-        self.frames = frames
-
-    def __len__(self) -> int:
-        return len(self.frames)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.frames)
 
 
 @torch.no_grad()
@@ -322,11 +310,11 @@ def test_trains_validates_and_predicts() -> None:
         enable_model_summary=False,
     )
     before = {name: value.clone() for name, value in module.named_parameters()}
-    trainer.fit(module, Loader(train), Loader(batches("a0 a1", "b0")))
+    trainer.fit(module, BatchLoader(train), BatchLoader(batches("a0 a1", "b0")))
     changed = [n for n, value in module.named_parameters() if not torch.equal(value, before[n])]
     assert "network.encoder.layers.0.temporal.value_proj.weight" in changed
     assert "network.backbone.conv1.weight" in changed
     assert set(module.results) == {"a0", "a1", "b0"} and not module._scenes
-    boxes = trainer.predict(module, Loader(batches("a0", "a1")))
+    boxes = trainer.predict(module, BatchLoader(batches("a0", "a1")))
     assert boxes is not None and boxes[1].valid.shape == (1, 4)
     assert all(math.isfinite(float(value)) for value in trainer.callback_metrics.values())

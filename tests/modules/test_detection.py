@@ -1,13 +1,13 @@
 """Training on data that lacks something, and frozen parts, with the lidar detector of the toy."""
 
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import Mock
 
 import lightning as L
 import pytest
 import torch
+from helpers import BatchLoader
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -33,17 +33,6 @@ TINY = [
     "model.network.head={in_channels:24,channels:8,num_boxes:20}",
 ]
 CLASSES = tuple(load_config("train").data.classes)
-
-
-class Batches:
-    def __init__(self, batches: list[Batch]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.batches)
 
 
 class Record(L.Callback):
@@ -118,7 +107,7 @@ def fit(module: DetectionModule, batches: list[Batch], val: list[Batch] | None =
         log_every_n_steps=1,
         callbacks=[FiniteLoss(), record],
     )
-    trainer.fit(module, Batches(batches), Batches(val) if val else None)
+    trainer.fit(module, BatchLoader(batches), BatchLoader(val) if val else None)
     return record
 
 

@@ -8,7 +8,6 @@ of that row alone, and what the official code computes row by row is compared.
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity_files import needs_parity_files, parity_folders, read_arrays, recorded_outputs
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,31 +35,8 @@ from bev_lightning.structures.predictions import (
     QueryPredictions,
 )
 
-ROOT = os.environ.get("BEV_PARITY_DIR")
-pytestmark = pytest.mark.skipif(
-    not ROOT, reason="BEV_PARITY_DIR is not set to a folder of outputs of the official code"
-)
+pytestmark = needs_parity_files
 OFFICIAL_CENTRE = (100.0, 100.0)  # of the rotation, where a case does not set it
-
-
-def folders(part: str) -> list[Path]:
-    return sorted(Path(ROOT or ".").glob(part)) if ROOT else []
-
-
-@functools.lru_cache(maxsize=4)
-def read(folder: Path, name: str) -> dict[str, np.ndarray]:
-    with np.load(folder / name) as arrays:
-        return {key: arrays[key] for key in arrays.files}
-
-
-def stored(part: str) -> list[Any]:
-    cases = []
-    for folder in folders(part):
-        with np.load(folder / "outputs.npz") as arrays:
-            cases += [
-                pytest.param(folder, name, id=f"{folder.name}:{name}") for name in arrays.files
-            ]
-    return cases
 
 
 def close(actual: Any, expected: np.ndarray, atol: float, rtol: float = 0.0) -> None:
@@ -169,7 +146,7 @@ class Case:
             self.network.encoder.turn_centre = (float(match[5]), float(match[5]))
         state = official_bevformer_keys(load_file(folder / "weights.safetensors"), prefix="")
         self.network.load_state_dict(state)
-        self.inputs = read(folder, "inputs.npz")
+        self.inputs = read_arrays(folder, "inputs.npz")
         self.inter: dict[str, Tensor] = {}
         self._record()
         self.bev = self.encode(self.rows)
@@ -464,9 +441,9 @@ def cases() -> Callable[[type[Case], Path, str], Any]:
     return run
 
 
-@pytest.mark.parametrize(("folder", "name"), stored("A_bevformer_encoder*"))
+@pytest.mark.parametrize(("folder", "name"), recorded_outputs("A_bevformer_encoder*"))
 def test_bevformer_encoder(cases: Any, folder: Path, name: str) -> None:
-    expected = read(folder, "outputs.npz")[name]
+    expected = read_arrays(folder, "outputs.npz")[name]
     case, _, output = name.partition("/")
     if not output:
         check_constant(cases(EncoderCase, folder, "bs1_noprev"), name, expected)
@@ -474,15 +451,17 @@ def test_bevformer_encoder(cases: Any, folder: Path, name: str) -> None:
         cases(EncoderCase, folder, case).check(output, expected)
 
 
-@pytest.mark.parametrize(("folder", "name"), stored("B_bevformer_head*"))
+@pytest.mark.parametrize(("folder", "name"), recorded_outputs("B_bevformer_head*"))
 def test_bevformer_head(cases: Any, folder: Path, name: str) -> None:
     case, _, output = name.partition("/")
-    cases(HeadCase, folder, case).check(output, read(folder, "outputs.npz")[name])
+    cases(HeadCase, folder, case).check(output, read_arrays(folder, "outputs.npz")[name])
 
 
-@pytest.mark.parametrize("folder", folders("B_bevformer_head*"), ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder", parity_folders("B_bevformer_head*"), ids=lambda folder: folder.name
+)
 def test_targets_are_read_as_the_official_code_reads_them(folder: Path) -> None:
-    inputs = read(folder, "inputs.npz")
+    inputs = read_arrays(folder, "inputs.npz")
     for row in range(len(inputs["can_bus"])):
         labels = inputs[f"gt_labels{row}"]
         ours = from_official(inputs[f"gt_boxes_bottom_center{row}"], labels, 0.5)
@@ -490,10 +469,10 @@ def test_targets_are_read_as_the_official_code_reads_them(folder: Path) -> None:
         torch.testing.assert_close(ours.centre, gravity)
 
 
-@pytest.mark.parametrize(("folder", "name"), stored("H_nmsfree_decode*"))
+@pytest.mark.parametrize(("folder", "name"), recorded_outputs("H_nmsfree_decode*"))
 def test_nms_free_decode(folder: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text())
-    inputs, expected = read(folder, "inputs.npz"), read(folder, "outputs.npz")[name]
+    inputs, expected = read_arrays(folder, "inputs.npz"), read_arrays(folder, "outputs.npz")[name]
     case, _, output = name.partition("/")
     if case not in config["cases"]:
         pytest.fail(f"no test knows the case {case}")
@@ -521,7 +500,7 @@ def test_nms_free_decode(folder: Path, name: str) -> None:
 
 def test_unknown_names_fail(cases: Any) -> None:
     for kind, part in ((EncoderCase, "A_bevformer_encoder*"), (HeadCase, "B_bevformer_head*")):
-        folder = folders(part)[0]
+        folder = parity_folders(part)[0]
         case = cases(kind, folder, "bs1_noprev")
         with pytest.raises(pytest.fail.Exception, match="no test knows"):
             case.check("other", np.zeros(1))

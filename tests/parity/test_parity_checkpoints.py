@@ -1,12 +1,12 @@
 """Official state dicts, taken to our names and back: the same, with every constant in them."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parity_files import needs_parity_files, parity_folders
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -21,13 +21,8 @@ from bev_lightning.models.sparse_encoder import SparseEncoder
 from bev_lightning.models.swin import Swin
 from bev_lightning.structures import BevGrid
 
-ROOT = os.environ.get("BEV_PARITY_DIR")
-pytestmark = pytest.mark.skipif(
-    not ROOT, reason="BEV_PARITY_DIR is not set to a folder of outputs of the official code"
-)
-FOLDERS = sorted(path.parent for path in Path(ROOT or ".").glob("*/weights.safetensors"))
-if not ROOT:
-    FOLDERS = []
+pytestmark = needs_parity_files
+FOLDERS = [path.parent for path in parity_folders("*/weights.safetensors")]
 
 
 def bevfusion(**parts: nn.Module) -> BEVFusion:

@@ -1,14 +1,13 @@
 """Image backbones and necks against outputs of the official code (fixtures C and C2)."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from parity_files import needs_parity_files, parity_folders, read_tensors
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -16,18 +15,10 @@ from bev_lightning.checkpointing.official_names import official_image_keys
 from bev_lightning.models.image import FPN, LiftFPN, ResNet
 from bev_lightning.models.swin import Swin
 
-ROOT = os.environ.get("BEV_PARITY_DIR")
-pytestmark = pytest.mark.skipif(
-    not ROOT, reason="BEV_PARITY_DIR is not set to a folder of outputs of the official code"
-)
-FOLDERS = sorted(Path(ROOT).glob("C*_*")) if ROOT else []
+pytestmark = needs_parity_files
+FOLDERS = parity_folders("C*_*")
 BACKBONES = {"ResNet": "resnet", "SwinTransformer": "swin"}
 NECKS = {"FPN": "fpn", "GeneralizedLSSFPN": "lssfpn"}
-
-
-def read(folder: Path, name: str) -> dict[str, Tensor]:
-    with np.load(folder / name) as arrays:
-        return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
 
 
 def make_backbone(config: Mapping[str, Any]) -> ResNet | Swin:
@@ -68,7 +59,7 @@ def run(folder: Path) -> dict[str, Tensor]:
     state = load_file(folder / "weights.safetensors")
     prefixes = {name.split(".")[0] for name in state}
     mit = "encoders" in prefixes
-    images = read(folder, "inputs.npz")["network_input"]
+    images = read_tensors(folder, "inputs.npz")["network_input"]
     # The caffe style comes with BGR images: we feed RGB and turn the first convolution round.
     bgr = config["backbone"].get("style") == "caffe"
     parts: list[nn.Module] = [make_backbone(config["backbone"]), make_neck(config["neck"])]
@@ -96,11 +87,11 @@ def check(outputs: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_maps_equal_the_official_ones(folder: Path) -> None:
-    check(run(folder), read(folder, "outputs.npz"))
+    check(run(folder), read_tensors(folder, "outputs.npz"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS[:1], ids=lambda folder: folder.name)
 def test_an_unknown_output_fails(folder: Path) -> None:
-    wanted = read(folder, "outputs.npz")
+    wanted = read_tensors(folder, "outputs.npz")
     with pytest.raises(AssertionError, match="unheard/out9"):
         check(run(folder), wanted | {"unheard/out9": next(iter(wanted.values()))})

@@ -6,7 +6,6 @@ comparison.
 """
 
 import json
-import os
 import re
 from collections.abc import Collection
 from functools import cache
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity_files import needs_parity_files, parity_folders, read_tensors
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -26,11 +26,8 @@ from bev_lightning.models.sparse_encoder import SparseEncoder
 from bev_lightning.ops.voxelize import voxelize_hard
 from bev_lightning.structures import Points
 
-ROOT = os.environ.get("BEV_PARITY_DIR")
-pytestmark = pytest.mark.skipif(
-    not ROOT, reason="BEV_PARITY_DIR is not set to a folder of outputs of the official code"
-)
-FOLDERS = sorted(Path(ROOT).glob("E_*")) if ROOT else []
+pytestmark = needs_parity_files
+FOLDERS = parity_folders("E_*")
 folders = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 TO_XYZ = [0, 3, 2, 1]
 # The prefixes of the official names, and where their modules stand in `Parts`.
@@ -44,12 +41,6 @@ Parts = tuple[SparseEncoder, ConvFuser, SECOND, SECONDFPN]
 NORMS = ["bn1.weight", "bn1.bias", "bn2.weight", "bn2.bias"]
 BLOCK = ["conv1.weight", "conv2.weight", *NORMS]
 MODULE = ["0.weight", "1.weight", "1.bias"]
-
-
-@cache
-def read(folder: Path, name: str) -> dict[str, Tensor]:
-    with np.load(folder / name) as arrays:
-        return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
 
 
 @cache
@@ -122,7 +113,7 @@ def make_parts(folder: Path) -> Parts:
 
 @cache
 def make_points(folder: Path) -> Points:
-    inputs = read(folder, "inputs.npz")
+    inputs = read_tensors(folder, "inputs.npz")
     clouds = [inputs[f"points{b}"] for b in range(len(inputs["camera_bev"]))]
     features = nn.utils.rnn.pad_sequence(clouds, batch_first=True, padding_value=0.3)
     return Points(features, torch.tensor([len(cloud) for cloud in clouds]))
@@ -135,7 +126,7 @@ def run(folder: Path) -> tuple[dict[str, Tensor], Parts]:
     encoder, fuser, backbone, neck = parts
     features, coords = make_voxels(folder)(make_points(folder))
     maps = {"voxel_feats": features.requires_grad_()}
-    inputs = read(folder, "inputs.npz")
+    inputs = read_tensors(folder, "inputs.npz")
     plan = encoder.plan(coords, len(inputs["camera_bev"]))
     modules = {"conv_input": encoder.conv_input, **encoder.encoder_layers}
     hooks = [
@@ -167,7 +158,7 @@ def known_names(folder: Path) -> set[str]:
     config = read_config(folder)
     names = {"batched/feats", "batched/coords_bxyz", "batched/sizes", "grad/voxel_feats"}
     for kind in ("train", "test"):
-        for sample in range(len(read(folder, "inputs.npz")["camera_bev"])):
+        for sample in range(len(read_tensors(folder, "inputs.npz")["camera_bev"])):
             for value in ("voxels", "coords_xyz", "num_points"):
                 names.add(f"voxelize_{kind}/sample{sample}/{value}")
     names |= {"sparse_encoder/out", "fuser/out", "secondfpn/out"}
@@ -195,7 +186,7 @@ def unknown(folder: Path, names: Collection[str]) -> list[str]:
 
 @folders
 def test_every_output_is_known(folder: Path) -> None:
-    outputs = read(folder, "outputs.npz")
+    outputs = read_tensors(folder, "outputs.npz")
     assert unknown(folder, outputs) == []
     assert unknown(folder, [*outputs, "second/out9"]) == ["second/out9"]
     assert known_names(folder) - set(outputs) == set()
@@ -204,7 +195,11 @@ def test_every_output_is_known(folder: Path) -> None:
 @folders
 @pytest.mark.parametrize("kind", ["train", "test"])
 def test_hard_voxels(folder: Path, kind: str) -> None:
-    outputs, points, voxels = read(folder, "outputs.npz"), make_points(folder), make_voxels(folder)
+    outputs, points, voxels = (
+        read_tensors(folder, "outputs.npz"),
+        make_points(folder),
+        make_voxels(folder),
+    )
     cap = voxels.max_voxels[0 if kind == "train" else 1]
     arguments = (voxels.range, voxels.voxel, voxels.max_points, cap)
     features, coords, num_points = voxelize_hard(points.features, points.count, *arguments)
@@ -218,7 +213,11 @@ def test_hard_voxels(folder: Path, kind: str) -> None:
 
 @folders
 def test_mean_voxels(folder: Path) -> None:
-    outputs, points, voxels = read(folder, "outputs.npz"), make_points(folder), make_voxels(folder)
+    outputs, points, voxels = (
+        read_tensors(folder, "outputs.npz"),
+        make_points(folder),
+        make_voxels(folder),
+    )
     features, coords = voxels(points)
     assert torch.equal(coords[:, TO_XYZ], outputs["batched/coords_bxyz"].long())
     torch.testing.assert_close(features, outputs["batched/feats"], atol=1e-5, rtol=1e-6)
@@ -229,7 +228,7 @@ def test_mean_voxels(folder: Path) -> None:
 
 @folders
 def test_sparse_stages(folder: Path) -> None:
-    outputs, (maps, parts) = read(folder, "outputs.npz"), run(folder)
+    outputs, (maps, parts) = read_tensors(folder, "outputs.npz"), run(folder)
     coords = make_voxels(folder)(make_points(folder))[1]
     plan = parts[0].plan(coords, len(make_points(folder).count))
     places = {"conv_input": coords}
@@ -247,7 +246,7 @@ def test_sparse_stages(folder: Path) -> None:
 
 @folders
 def test_bev_maps(folder: Path) -> None:
-    outputs, (maps, parts) = read(folder, "outputs.npz"), run(folder)
+    outputs, (maps, parts) = read_tensors(folder, "outputs.npz"), run(folder)
     for name in sorted(maps):
         if "/" in name:
             close(maps[name].transpose(-1, -2), outputs[name])
@@ -259,7 +258,7 @@ def test_bev_maps(folder: Path) -> None:
 
 @folders
 def test_gradients(folder: Path) -> None:
-    outputs, (maps, parts) = read(folder, "outputs.npz"), run(folder)
+    outputs, (maps, parts) = read_tensors(folder, "outputs.npz"), run(folder)
     close_gradient(maps["voxel_feats"].grad, outputs["grad/voxel_feats"])
     for name, want in outputs.items():
         if name.startswith("gradnorm/"):

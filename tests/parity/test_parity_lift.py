@@ -4,15 +4,13 @@ The official BEV maps are (X, Y): ours are transposed for the comparison.
 """
 
 import json
-import os
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from parity_files import needs_parity_files, parity_folders, read_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,11 +20,8 @@ from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import make_transform
 
-ROOT = os.environ.get("BEV_PARITY_DIR")
-pytestmark = pytest.mark.skipif(
-    not ROOT, reason="BEV_PARITY_DIR is not set to a folder of outputs of the official code"
-)
-FOLDERS = sorted(Path(ROOT).glob("D_*")) if ROOT else []
+pytestmark = needs_parity_files
+FOLDERS = parity_folders("D_*")
 CASES = [
     (folder, module)
     for folder in FOLDERS
@@ -39,12 +34,6 @@ OWN = ("out", "bev_pooled", "grad_img")
 case = pytest.mark.parametrize(
     ("folder", "module"), CASES, ids=[f"{folder.name}-{module}" for folder, module in CASES]
 )
-
-
-@cache
-def read(folder: Path, name: str) -> dict[str, Tensor]:
-    with np.load(folder / name) as arrays:
-        return {key: torch.from_numpy(arrays[key]) for key in arrays.files}
 
 
 def make_lift(folder: Path, module: str) -> LiftSplat:
@@ -68,7 +57,7 @@ def make_lift(folder: Path, module: str) -> LiftSplat:
 def make_inputs(folder: Path, module: str) -> tuple[Tensor, Cameras, Points]:
     """Features, cameras with both augmentations in their matrices, and padded points."""
     config = json.loads((folder / "config.json").read_text())["modules"][module]
-    inputs = read(folder, "inputs.npz")
+    inputs = read_tensors(folder, "inputs.npz")
     augmentation = inputs["img_aug_matrix"].double()
     pixel_map = torch.eye(3, dtype=torch.float64).repeat(*augmentation.shape[:2], 1, 1)
     pixel_map[..., :2, :2] = augmentation[..., :2, :2]
@@ -92,7 +81,7 @@ def make_inputs(folder: Path, module: str) -> tuple[Tensor, Cameras, Points]:
 def official_cells(folder: Path, lift: LiftSplat) -> Tensor:
     """The stored x, y, z cells as ours: ``j * X + i``, -1 outside."""
     height, width = lift.pool_grid.shape
-    i, j, k = read(folder, "outputs.npz")["geom_cell_idx"].int().unbind(-1)
+    i, j, k = read_tensors(folder, "outputs.npz")["geom_cell_idx"].int().unbind(-1)
     inside = (i >= 0) & (i < width) & (j >= 0) & (j < height) & (k == 0)
     return torch.where(inside, j * width + i, -1)
 
@@ -105,7 +94,7 @@ def unknown(names: Mapping[str, Any], modules: list[str]) -> list[str]:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_output_is_known(folder: Path) -> None:
     modules = list(json.loads((folder / "config.json").read_text())["modules"])
-    outputs = read(folder, "outputs.npz")
+    outputs = read_tensors(folder, "outputs.npz")
     assert unknown(outputs, modules) == []
     assert unknown(outputs | {"geom2": outputs["geom"]}, modules) == ["geom2"]
     missing = {*SHARED, *(f"{m}/{o}" for m in modules for o in OWN)} - set(outputs)
@@ -117,7 +106,7 @@ def test_frustum_and_cells(folder: Path, module: str) -> None:
     lift = make_lift(folder, module)
     features, cameras, _ = make_inputs(folder, module)
     size = (features.shape[-2], features.shape[-1])
-    outputs = read(folder, "outputs.npz")
+    outputs = read_tensors(folder, "outputs.npz")
     torch.testing.assert_close(lift.frustum(cameras, size), outputs["geom"], rtol=1e-4, atol=1e-4)
     # A point within a rounding error of a border may fall on either side of it.
     moved = lift.cells(cameras, size) != official_cells(folder, lift)
@@ -137,11 +126,11 @@ def test_depth_map_and_points_left_alone(folder: Path, module: str) -> None:
     with torch.no_grad():
         lift(features, cameras, points)
     # The official code shifts the caller's points by this much; ours leaves them as they are.
-    shift = read(folder, "outputs.npz")["points_modified_in_place_shift0"]
-    translation = read(folder, "inputs.npz")["lidar_aug_matrix"][0, :3, 3]
+    shift = read_tensors(folder, "outputs.npz")["points_modified_in_place_shift0"]
+    translation = read_tensors(folder, "inputs.npz")["lidar_aug_matrix"][0, :3, 3]
     torch.testing.assert_close(shift, translation.abs().max(), rtol=1e-4, atol=1e-5)
     assert torch.equal(points.features, before)
-    wanted = read(folder, "outputs.npz").get(f"{module}/sparse_depth_map")
+    wanted = read_tensors(folder, "outputs.npz").get(f"{module}/sparse_depth_map")
     assert (wanted is not None) == (lift.depth_encoder is not None)
     if wanted is not None:
         drawn = depth_map(cameras, points)
@@ -153,7 +142,7 @@ def test_depth_map_and_points_left_alone(folder: Path, module: str) -> None:
 def test_pooling(folder: Path, module: str) -> None:
     lift = make_lift(folder, module)
     features, cameras, points = make_inputs(folder, module)
-    outputs = read(folder, "outputs.npz")
+    outputs = read_tensors(folder, "outputs.npz")
     with torch.no_grad():
         logits, context = lift.predict_depth(features, cameras, points)
     depth = logits.softmax(dim=2)
@@ -171,7 +160,7 @@ def test_pooling(folder: Path, module: str) -> None:
 def test_bev_map_and_gradient(folder: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lift = make_lift(folder, module)
     features, cameras, points = make_inputs(folder, module)
-    outputs = read(folder, "outputs.npz")
+    outputs = read_tensors(folder, "outputs.npz")
     features.requires_grad_()
     # Our own cells are compared above; these leave no doubt about points at a border.
     monkeypatch.setattr(lift, "cells", lambda *_: official_cells(folder, lift))

@@ -7,7 +7,6 @@ plainly (``height_shift=0``), decoding as our default does (see ``to_official``)
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity_files import needs_parity_files, parity_folders, read_arrays, recorded_outputs
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,21 +33,9 @@ from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.geometry import wrap_angle
 from bev_lightning.structures.predictions import TransFusionPredictions
 
-ROOT = os.environ.get("BEV_PARITY_DIR")
-pytestmark = pytest.mark.skipif(
-    not ROOT, reason="BEV_PARITY_DIR is not set to a folder of outputs of the official code"
-)
+pytestmark = needs_parity_files
 Check = Callable[[np.ndarray], None]
 OFFICIAL_CIRCLE_RADIUS = 0.175  # in square metres, of classes 8 and 9
-
-
-def folders(part: str) -> list[Path]:
-    return sorted(Path(ROOT or ".").glob(part)) if ROOT else []
-
-
-def read(folder: Path, name: str) -> dict[str, np.ndarray]:
-    with np.load(folder / name) as arrays:
-        return {key: arrays[key] for key in arrays.files}
 
 
 def make_grid(config: Mapping[str, Any]) -> BevGrid:
@@ -152,8 +140,8 @@ class HeadRun:
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())["head"]
-        inputs = read(folder, "inputs.npz")
-        self.outputs = read(folder, "outputs.npz")
+        inputs = read_arrays(folder, "inputs.npz")
+        self.outputs = read_arrays(folder, "outputs.npz")
         self.head = make_head(self.config)
         state = official_transfusion_keys(load_file(folder / "weights.safetensors"))
         self.head.load_state_dict(state)
@@ -363,20 +351,10 @@ def runs() -> Iterator[dict[Path, HeadRun]]:
     """Each folder is run once."""
     # The fused attention of the CPU is 50 times less exact in its backward than the plain formula.
     with sdpa_kernel(SDPBackend.MATH):
-        yield {folder: HeadRun(folder) for folder in folders("F_transfusion_head*")}
+        yield {folder: HeadRun(folder) for folder in parity_folders("F_transfusion_head*")}
 
 
-def stored(part: str) -> list[Any]:
-    cases = []
-    for folder in folders(part):
-        with np.load(folder / "outputs.npz") as arrays:
-            cases += [
-                pytest.param(folder, name, id=f"{folder.name}:{name}") for name in arrays.files
-            ]
-    return cases
-
-
-@pytest.mark.parametrize(("folder", "name"), stored("F_transfusion_head*"))
+@pytest.mark.parametrize(("folder", "name"), recorded_outputs("F_transfusion_head*"))
 def test_transfusion_head(runs: dict[Path, HeadRun], folder: Path, name: str) -> None:
     runs[folder].check(name, runs[folder].outputs[name])
 
@@ -394,11 +372,11 @@ def test_unknown_name_fails(runs: dict[Path, HeadRun]) -> None:
             run.check(name, np.zeros(1))
 
 
-@pytest.mark.parametrize(("folder", "name"), stored("H_transfusion_decode*"))
+@pytest.mark.parametrize(("folder", "name"), recorded_outputs("H_transfusion_decode*"))
 def test_transfusion_decode(folder: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text())["head"]
-    inputs = read(folder, "inputs.npz")
-    expected = read(folder, "outputs.npz")[name]
+    inputs = read_arrays(folder, "inputs.npz")
+    expected = read_arrays(folder, "outputs.npz")[name]
     circle = re.fullmatch(r"circle_nms/thresh([\d.]+)/keep", name)
     decoded = re.fullmatch(r"nms_(None|circle)/(boxes|scores|labels)", name)
     if circle:

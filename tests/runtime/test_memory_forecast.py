@@ -1,12 +1,10 @@
 """The plan of a training: arithmetic, verdict, and that it needs neither the cards nor the data."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_verb
 
 from bev_lightning.config.compose import load_config
 from bev_lightning.config.resolve import resolve
@@ -73,15 +71,7 @@ def test_samples_are_those_of_the_data() -> None:
 
 def test_any_machine_plans_for_any_cards(tmp_path: Path) -> None:
     words = ["hardware=4x4090", "model=bevfusion_toy", "data.batch_size=4", "data=nuscenes"]
-    process = subprocess.run(
-        [sys.executable, "-m", "bev_lightning.plan", *words],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    process = run_verb(tmp_path, "plan", *words)
     assert process.returncode == 0, process.stderr[-2000:]
     assert "16 samples per optimizer step" in process.stdout and "verdict: fits" in process.stdout
     (path,) = tmp_path.glob("outputs/plan/*/plan.json")
