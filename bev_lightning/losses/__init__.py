@@ -1,1 +1,1 @@
-"""Target assignment and training losses."""
+"""Training losses and target assignment."""

@@ -1,4 +1,4 @@
-"""BEVFusion's loss: that of its head, and of the camera's depth."""
+"""BEVFusion's loss: the head's loss and the depth loss of the camera branch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from bev_lightning.structures.predictions import BEVFusionPredictions
 
 
 class BEVFusionLoss:
-    """The loss of the head and, where the network supervises depth, of the camera's depth.
+    """The head's loss and, if the network supervises depth, the depth loss.
 
     Args:
         detection: the loss of the head: TransFusionLoss or CentreLoss.
@@ -38,7 +38,7 @@ class BEVFusionLoss:
         return terms
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
-        """As of the head's loss, and the pixels whose depth the lidar saw."""
+        """The normalizers of the head's loss, and the number of pixels with a lidar depth."""
         normalizers = self.detection.normalizers(network, batch)
         if network.supervise_depth:
             target = network.camera.depth_targets(batch.cameras, batch.points)

@@ -19,8 +19,9 @@ from bev_lightning.structures.predictions import BoxCodec, HeatmapPredictions
 
 
 class CentreLoss:
-    """CenterPoint's loss: Gaussian focal on the class heatmap, L1 on the box predicted by the cell
-    that holds a box's centre. Boxes outside the grid are left out, and unknown velocities.
+    """Gaussian focal loss on the class heatmap, L1 loss on the box predicted at its centre's cell.
+
+    Boxes outside the grid are ignored, and so are unknown velocities.
 
     Args:
         box_weight, heatmap_weight: of the two terms.
@@ -68,8 +69,8 @@ class CentreLoss:
             }
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
-        """What the terms of a batch are divided by, before anything is predicted: peaks of the
-        heatmap, boxes in the grid."""
+        """Normalizers of the terms, from the annotations of a batch: heatmap peaks, boxes in the
+        grid."""
         head, targets = network.head, batch.targets
         assert targets is not None
         heatmap = self._heatmap(head.codec, head.num_classes, targets)
@@ -83,7 +84,7 @@ class CentreLoss:
 
     @staticmethod
     def _find_cells(codec: BoxCodec, code: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """The cell ``(B, M)`` that holds each box's centre, and whether the grid has it."""
+        """The cell ``(B, M)`` of each box's centre, and whether it is in the grid."""
         height, width = codec.grid.shape
         i, j = code[..., 0].nan_to_num().floor(), code[..., 1].nan_to_num().floor()
         inside = valid & (i >= 0) & (i < width) & (j >= 0) & (j < height)

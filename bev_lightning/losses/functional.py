@@ -1,4 +1,4 @@
-"""Loss functions, in float32 whatever the precision around them."""
+"""Loss functions, computed in float32 or higher under any autocast."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ CODE_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.2, 0.2)
 
 
 def widen(value: Tensor) -> Tensor:
-    """At least float32; float64 stays, for gradients are checked in it."""
+    """Cast to at least float32; float64 stays, for gradient checks."""
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
@@ -26,7 +26,7 @@ def gaussian_focal_loss(logits: Tensor, heatmap: Tensor, count: Tensor | None = 
     Args:
         logits: ``(B, K, Y, X)``.
         heatmap: the same shape, 0..1, exactly 1 at the centre of a box.
-        count: what it is divided by instead.
+        count: what the sum is divided by instead.
     """
     probability = widen(logits).sigmoid().clamp(1e-4, 1 - 1e-4)
     peak = heatmap == 1
@@ -38,7 +38,8 @@ def gaussian_focal_loss(logits: Tensor, heatmap: Tensor, count: Tensor | None = 
 def sigmoid_focal_loss(
     logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0
 ) -> Tensor:
-    """RetinaNet's focal loss of each logit, ``(..., K)`` of labels ``(...)``; K is background."""
+    """RetinaNet's focal loss of each logit ``(..., K)``, for labels ``(...)``; label K is
+    background."""
     logits = widen(logits)
     wanted = F.one_hot(labels, logits.shape[-1] + 1)[..., :-1].to(logits.dtype)
     entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
@@ -48,16 +49,16 @@ def sigmoid_focal_loss(
 
 
 def masked_l1_loss(predicted: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
-    """Weighted absolute difference of each number; none where what is wanted is NaN (a velocity
-    that is unknown) or the weight is 0, and no gradient from there either."""
-    counts = torch.isfinite(wanted) & (weight > 0)
-    difference = torch.where(counts, widen(predicted) - wanted.nan_to_num(), 0.0)
+    """Weighted absolute difference of each number; 0, also in the gradient, where the target is NaN
+    (an unknown velocity) or the weight is 0."""
+    used = torch.isfinite(wanted) & (weight > 0)
+    difference = torch.where(used, widen(predicted) - wanted.nan_to_num(), 0.0)
     return difference.abs() * weight
 
 
 def depth_loss(depth_logits: Tensor, target: Tensor, count: Tensor | None = None) -> Tensor:
-    """Cross entropy of the depth distribution where the lidar saw something (BEVDepth, section
-    4.1), averaged over those pixels; 0 where there are none.
+    """Cross entropy of the depth distribution, averaged over pixels with a lidar depth (BEVDepth,
+    section 4.1); 0 without such pixels.
 
     Args:
         depth_logits: ``(B, N, D, h, w)``.

@@ -1,4 +1,4 @@
-"""Class heatmaps with a Gaussian at every box, all boxes of a batch at once."""
+"""Target heatmaps: a Gaussian at every box centre, for all boxes of a batch at once."""
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ def gaussian_heatmap(
     """Targets of a class heatmap (CenterPoint, section 3), ``(B, K, Y, X)`` float32 in 0..1.
 
     At the cell that holds a box's centre the value is 1. It falls off as a Gaussian with a standard
-    deviation of (2 r + 1) / 6 cells inside a square of r cells to each side and is 0 outside; where
-    boxes of a class meet the larger value counts. A box whose centre is NaN or outside the grid is
-    not drawn. (The published code is right on square grids only, and rounds a centre just below
-    the lower bound into the grid.)
+    deviation of (2 r + 1) / 6 cells within a square of r cells to each side and is 0 outside;
+    overlapping boxes of a class take the larger value. A box whose centre is NaN or outside the
+    grid is not drawn. (The published code is correct on square grids only, and rounds a centre just
+    below the lower bound into the grid.)
 
     Args:
         boxes: ``(B, M)`` in the model frame.
@@ -51,12 +51,12 @@ def draw_gaussians(
     num_classes: int,
     shape: tuple[int, int],
 ) -> Tensor:
-    """Gaussians on the maps of their classes, ``(B, K, Y, X)`` float32, 1 at the cell of a centre.
+    """Draw Gaussians on the maps of their classes, ``(B, K, Y, X)`` float32, 1 at a centre's cell.
 
     Args:
         cells: ``(B, M, 2)`` centres x, y in cells.
         radius: ``(B, M)`` in cells; the standard deviation is (2 r + 1) / 6.
-        drawn: ``(B, M)`` bool, False for what is left out.
+        drawn: ``(B, M)`` bool, False for boxes that are left out.
         label: ``(B, M)`` class.
         shape: Y, X.
     """
@@ -83,8 +83,8 @@ def gaussian_radius(length: Tensor, width: Tensor, min_overlap: float) -> Tensor
     """Radius in cells within which a shifted box still overlaps by ``min_overlap``, of box sizes
     ``(...)`` in cells: the least of three cases (CornerNet, section 3.2).
 
-    The published code divides all three roots by 2 where the quadratic formula wants 2 a (a = 1, 4
-    and 4 ``min_overlap``). Its models were trained on those targets, so the formula is kept.
+    The published code divides all three roots by 2 instead of 2 a (a = 1, 4 and 4 ``min_overlap``).
+    Its models were trained with those targets, so this is kept.
     """
     total, area = length + width, length * width
     cases = []

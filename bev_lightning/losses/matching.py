@@ -1,8 +1,8 @@
-"""Which query answers for which box: costs and the Hungarian method.
+"""Hungarian matching of queries and boxes.
 
-Costs are computed on the device for all layers and samples together; they cross to the host once
-per step, are solved there by SciPy, and the answer crosses back once. Between the two the device
-works on what the loss needs besides.
+Costs are computed on the device for all layers and samples together. They are copied to the host
+once per step, where SciPy solves the assignment, and the result is copied back once. Meanwhile the
+device computes the other loss terms.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,17 @@ from bev_lightning.losses.iou import pairwise_iou
 from bev_lightning.structures import BevGrid
 from bev_lightning.structures.constants import constant
 
-# Stands for a cost that is NaN or infinite, so that a broken prediction is matched last.
+# Replaces a cost that is NaN or infinite, so that a broken prediction is matched last.
 WORST_COST = 1e6
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Attributes:
-    box: ``(L, B, Q)`` int64 index of the box that a query answers for, -1 where for none.
-    overlap: ``(L, B, Q)`` the pair's intersection over union, 0 where there is no pair.
+    """The box of each query.
+
+    Attributes:
+        box: ``(L, B, Q)`` int64 index of the box matched to a query, -1 for none.
+        overlap: ``(L, B, Q)`` intersection over union with it, 0 without a box.
     """
 
     box: Tensor
@@ -37,7 +39,7 @@ class Assignment:
         return self.box >= 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """What belongs to each query of ``(B, M, ...)``: ``(L, B, Q, ...)``; of no box, zeros."""
+        """Values ``(B, M, ...)`` of each query's box: ``(L, B, Q, ...)``; zeros without a box."""
         if values.shape[1] == 0:
             return values.new_zeros(*self.box.shape, *values.shape[2:])
         sample = torch.arange(values.shape[0], device=values.device).view(1, -1, 1)
@@ -47,24 +49,24 @@ class Assignment:
 
 
 class Matching:
-    """An assignment under way: the costs travel to the host while the device goes on.
+    """An asynchronous assignment: the costs are copied to the host while the device goes on.
 
-    Each layer and sample is solved on its own. Where there are more boxes than queries, every query
-    gets one.
+    Each layer and sample is solved independently. With more boxes than queries every query gets a
+    box.
 
     Args:
         cost: ``(L, B, Q, M)``.
         valid: ``(B, M)`` bool; other boxes are left out.
-        overlap: ``(L, B, Q, M)`` for :attr:`Assignment.overlap`; None leaves that 0.
+        overlap: ``(L, B, Q, M)`` for :attr:`Assignment.overlap`, which is 0 without it.
     """
 
     @torch.no_grad()
     def __init__(self, cost: Tensor, valid: Tensor, overlap: Tensor | None = None) -> None:
         self._device, self._overlap = cost.device, overlap
-        # Boxes first: the solver wants the shorter side there and would turn each matrix itself.
+        # Boxes first: the solver needs the shorter side there, or transposes each matrix itself.
         cost = cost.detach().float().transpose(-1, -2)
         cost = cost.nan_to_num(WORST_COST, WORST_COST, -WORST_COST)
-        # Padding travels as infinity inside the costs, so that one transfer carries both.
+        # Padding is marked by infinite costs, so that one copy transfers both.
         self._cost = cost.masked_fill(~valid[None, :, :, None], torch.inf).contiguous()
         self._cost = self._cost.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event() if cost.is_cuda else None
@@ -73,7 +75,7 @@ class Matching:
 
     @torch.no_grad()
     def finish(self) -> Assignment:
-        """Wait for the costs, the loss's one host synchronisation, and solve."""
+        """Wait for the costs (the loss's only synchronisation) and solve."""
         if self._arrived is not None:
             self._arrived.synchronize()
         layers, batch, _, queries = self._cost.shape
@@ -90,10 +92,10 @@ class Matching:
 
 
 def solve(cost: Tensor, box: Tensor) -> None:
-    """Write to ``box`` ``(L, B, Q)`` int64 what costs ``(L, B, M, Q)`` on the host ask for, -1 for
-    no box; a box whose costs are infinite is left out.
+    """Write the optimal assignment of costs ``(L, B, M, Q)`` on the host to ``box`` ``(L, B, Q)``
+    int64, -1 for no box; a box whose costs are infinite is left out.
 
-    One after the other: SciPy keeps the interpreter's lock, so that threads would not help.
+    Sequential: SciPy holds the GIL, so that threads would not help.
     """
     costs, result = cost.numpy(), box.numpy()
     result.fill(-1)
@@ -131,13 +133,13 @@ class TransFusionMatcher:
         valid: Tensor,
         grid: BevGrid,
     ) -> Matching:
-        """Begin to match every layer and sample on its own.
+        """Start to match each layer and sample.
 
         Args:
             logits: ``(L, B, Q, K)``.
             boxes: ``(L, B, Q, 7) [x, y, z, l, w, h, yaw]`` predicted, metres and radians.
             labels: ``(B, M)`` int64; targets ``(B, M, 7)``; valid ``(B, M)`` bool.
-            grid: by whose extent distances are scaled.
+            grid: distances are divided by its extent.
         """
         with torch.autocast(logits.device.type, enabled=False):
             cost, overlap = self.costs(logits, boxes, labels, targets, grid)
@@ -154,8 +156,8 @@ class TransFusionMatcher:
 
 
 def focal_cost(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    """What the focal loss would gain by calling query q the class of box m: ``(L, B, Q, M)`` of
-    logits ``(L, B, Q, K)`` and labels ``(B, M)``."""
+    """Classification cost ``(L, B, Q, M)``: the change of the focal loss if query q gets the class
+    of box m, for logits ``(L, B, Q, K)`` and labels ``(B, M)``."""
     probability = widen(logits).sigmoid()
     negative = -(1 - probability + 1e-12).log() * (1 - alpha) * probability.pow(gamma)
     positive = -(probability + 1e-12).log() * alpha * (1 - probability).pow(gamma)

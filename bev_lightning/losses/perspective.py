@@ -1,4 +1,4 @@
-"""The loss of objects seen in the images (BEVFormer v2, Yang et al., CVPR 2023, section 3.2)."""
+"""Auxiliary loss on 2D detections in the images (BEVFormer v2, Yang et al., CVPR 2023, 3.2)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from bev_lightning.structures.constants import constant
 from bev_lightning.structures.geometry import project
 from bev_lightning.structures.predictions import PerspectivePredictions
 
-# Of the Gaussian at an object's centre [cells]; objects closer than this are not looked for [m].
+# Radius of the Gaussian at an object's centre [cells]; least depth of an object [m].
 RADIUS_CELLS = 2.0
 MIN_DEPTH = 0.5
 
 
 @dataclass(frozen=True)
-class Sightings:
-    """Where the boxes' centres lie in the images.
+class ImageTargets:
+    """The boxes' centres in the images.
 
     Attributes:
         cells: ``(B, N, M, 2)`` x, y in cells of the map.
         depth: ``(B, N, M)`` [m].
-        seen: ``(B, N, M)`` bool.
-        heatmap: ``(B * N, K, h, w)`` a Gaussian at each centre that is seen.
+        seen: ``(B, N, M)`` bool, whether the centre is in the image.
+        heatmap: ``(B * N, K, h, w)`` a Gaussian at each visible centre.
     """
 
     cells: Tensor
@@ -45,45 +45,46 @@ def perspective_terms(
     (``perspective_class``), and L1 of the logarithm of their depths (``perspective_depth``), each
     divided by the number of centres in all images, at least 1, or by what is given."""
     num_classes, height, width = predictions.heatmap.shape[2:]
-    there = find_sightings(
+    image_targets = project_targets(
         targets, predictions.image_from_lidar, predictions.scale, num_classes, (height, width)
     )
-    x, y = there.cells.where(there.seen.unsqueeze(-1), 0.0).long().unbind(-1)
+    x, y = image_targets.cells.where(image_targets.seen.unsqueeze(-1), 0.0).long().unbind(-1)
     found = predictions.log_depth.float().flatten(2).gather(2, y * width + x)
-    error = (found - there.depth.clamp(min=MIN_DEPTH).log()).abs() * there.seen
+    error = (found - image_targets.depth.clamp(min=MIN_DEPTH).log()).abs() * image_targets.seen
     peaks = None if normalizers is None else normalizers["perspective_class"]
-    divided = error.sum() / normalizer(there.seen.sum(), normalizers, "perspective_depth")
+    divided = error.sum() / normalizer(image_targets.seen.sum(), normalizers, "perspective_depth")
     return {
         "perspective_class": gaussian_focal_loss(
-            predictions.heatmap.flatten(0, 1), there.heatmap, peaks
+            predictions.heatmap.flatten(0, 1), image_targets.heatmap, peaks
         ),
         "perspective_depth": divided,
     }
 
 
 def perspective_normalizers(network: Any, batch: Batch) -> dict[str, Tensor]:
-    """What the terms of a batch are divided by, before anything is predicted."""
+    """Normalizers of the terms, from the annotations of a batch."""
     assert batch.cameras is not None and batch.targets is not None
     cameras, shape = batch.cameras, network.map_size(batch.cameras)
     covered = network.padded_size(cameras)
     scale = (shape[1] / covered[1], shape[0] / covered[0])
-    there = find_sightings(
+    image_targets = project_targets(
         batch.targets, cameras.image_from_lidar, scale, network.head.num_classes, shape
     )
     return {
-        "perspective_class": (there.heatmap == 1).sum(),
-        "perspective_depth": there.seen.sum(),
+        "perspective_class": (image_targets.heatmap == 1).sum(),
+        "perspective_depth": image_targets.seen.sum(),
     }
 
 
-def find_sightings(
+def project_targets(
     targets: Boxes3D,
     image_from_lidar: Tensor,
     scale: tuple[float, float],
     num_classes: int,
     shape: tuple[int, int],
-) -> Sightings:
-    """
+) -> ImageTargets:
+    """Project box centres into the images.
+
     Args:
         targets: ``(B, M)``.
         image_from_lidar: ``(B, N, 4, 4)``.
@@ -94,7 +95,7 @@ def find_sightings(
     num_cameras = image_from_lidar.shape[1]
     centre = targets.centre.float().nan_to_num().unsqueeze(1)
     pixels, depth = project(image_from_lidar.float(), centre)  # (B, N, M)
-    # Pixel centres lie at integers, a map's cells begin there.
+    # Pixel centres lie at integers, a map's cells begin image_targets.
     cells = (pixels + 0.5) * constant(scale, pixels)
     inside = ((cells >= 0) & (cells < constant((width, height), cells))).all(-1)
     known = targets.valid & torch.isfinite(targets.centre).all(-1)
@@ -107,4 +108,4 @@ def find_sightings(
         num_classes,
         shape,
     )
-    return Sightings(cells, depth, seen, wanted)
+    return ImageTargets(cells, depth, seen, wanted)

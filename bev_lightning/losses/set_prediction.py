@@ -1,4 +1,4 @@
-"""The loss of set prediction (DETR, Carion et al., ECCV 2020), as BEVFormer trains with it."""
+"""BEVFormer's set-prediction loss (DETR, Carion et al., ECCV 2020)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,23 +27,21 @@ from bev_lightning.structures.predictions import (
 
 
 class SetPredictionLoss:
-    """Focal loss and L1 on the queries that the Hungarian method gave to the boxes, for every
-    decoder layer.
+    """Focal and L1 loss with Hungarian matching, for every decoder layer.
 
-    A frame without boxes, or a batch of them, trains: its queries learn background. Boxes whose
-    centre lies outside the head's range are left out, for it cannot predict them. The terms of
-    every layer are divided by the number of boxes in all samples together, at least 1.
+    In a frame without boxes all queries learn background. Boxes with their centre outside the
+    head's range are left out, because it cannot predict them. The terms of every layer are divided
+    by the number of boxes in all samples, at least 1.
 
     Args:
-        class_weight, box_weight: of the two terms, and of the two costs in the matching.
-        code_weights: of the ten numbers of a box in the L1 term. The matching leaves out the
-            velocity.
-        skip_unknown_rows: as published, a box with unknown velocity adds nothing to the L1 term
-            (its published data reader writes 0 for unknown, so that it never came to that). False
-            leaves out its velocity only.
-        heatmap_weight: of the Gaussian focal loss of a head whose queries start from a heatmap.
+        class_weight, box_weight: of the two terms, and of the two matching costs.
+        code_weights: of the ten numbers of a box in the L1 term. The matching ignores the velocity.
+        skip_unknown_rows: a box with unknown velocity adds nothing to the L1 term, as in the
+            published code (where it never happens, because the data reader writes 0 for unknown).
+            False ignores only its velocity.
+        heatmap_weight: of the Gaussian focal loss, for a head whose queries start from a heatmap.
         min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
-        denoising_weight: of class and box terms of the queries that started from annotations.
+        denoising_weight: of the class and box terms of denoising queries.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class SetPredictionLoss:
         targets: Boxes3D,
         normalizers: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Weighted scalars ``class`` and ``box``, and where the model brings them ``heatmap``,
+        """Weighted scalars ``class`` and ``box``, and if the model predicts them ``heatmap``,
         ``perspective_class``, ``perspective_depth``, ``denoising_class`` and ``denoising_box``; the
         layers are summed.
 
@@ -94,8 +92,8 @@ class SetPredictionLoss:
             return {"class": by_class.sum(), "box": by_box.sum(), **others}
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
-        """What the terms of a batch are divided by, before anything is predicted: matched queries
-        of a layer, peaks of the heatmap, queries that start from annotations."""
+        """Normalizers of the terms, from the annotations of a batch: matched queries of a layer,
+        heatmap peaks, denoising queries."""
         head, targets = network.head, batch.targets
         assert targets is not None
         grid = head.codec.grid
@@ -106,13 +104,13 @@ class SetPredictionLoss:
         if network.perspective is not None:
             normalizers |= perspective_normalizers(network, batch)
         if head.num_denoising:
-            started = (grid.contains(targets.centre) & targets.valid).sum() * head.num_denoising
-            normalizers |= {"denoising_class": started, "denoising_box": started}
+            num_queries = (grid.contains(targets.centre) & targets.valid).sum() * head.num_denoising
+            normalizers |= {"denoising_class": num_queries, "denoising_box": num_queries}
         return normalizers
 
     @torch.no_grad()
     def match(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Matching:
-        """Begin to find which query answers for which box, in each layer and sample on its own."""
+        """Start to match queries and boxes, in each layer and sample."""
         with torch.autocast(predictions.bev.device.type, enabled=False):
             costs = self.costs(predictions, targets)
             return Matching(costs, _in_range(predictions.codec.grid, targets))
@@ -150,17 +148,17 @@ class SetPredictionLoss:
         targets: Boxes3D,
         normalizers: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same of the queries that started from annotations, whose boxes are known."""
+        """The same for denoising queries, whose boxes are known without matching."""
         denoising = predictions.denoising
         assert isinstance(denoising, DenoisingPredictions)
         layers = denoising.logits.shape[0]
         box = denoising.box.expand(layers, -1, -1)
-        start = Assignment(box, torch.zeros_like(box, dtype=torch.float32))
+        assignment = Assignment(box, torch.zeros_like(box, dtype=torch.float32))
         valid = denoising.valid.expand(layers, -1, -1)
         by_class, by_box = self._terms(
             denoising,
-            start.gather(targets.label),
-            start.gather(predictions.codec.encode(targets)),
+            assignment.gather(targets.label),
+            assignment.gather(predictions.codec.encode(targets)),
             valid,
             valid,
             normalizer(denoising.valid.sum(), normalizers, "denoising_class"),

@@ -21,20 +21,19 @@ from bev_lightning.structures.predictions import BoxCodec, TransFusionPrediction
 
 
 class TransFusionLoss:
-    """TransFusion's loss: Gaussian focal on the class heatmap; focal and L1 on the matched queries
-    of each layer.
+    """Gaussian focal loss on the class heatmap; focal and L1 loss on the queries of each layer.
 
-    A frame without boxes, or a batch of them, trains: its heatmap and queries learn background,
-    the box term is 0. Of a box with unknown velocity only the velocity is left out (the published
-    code trains it towards standing still, because its data reader writes 0 for unknown).
+    In a frame without boxes heatmap and queries learn background, and the box term is 0. For a box
+    with unknown velocity only the velocity is ignored (the published code trains it to 0, because
+    its data reader writes 0 for unknown).
 
     As published, the terms of every layer are divided by the number of matched queries in all
-    layers and samples together, at least 1.
+    layers and samples, at least 1.
 
     Args:
         class_weight, box_weight, heatmap_weight: of the three terms.
         code_weights: of the ten numbers of a box in the L1 term.
-        matcher: None takes the published costs.
+        matcher: None for the published costs.
         min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
     """
 
@@ -75,8 +74,8 @@ class TransFusionLoss:
             return {"heatmap": by_heatmap, "class": by_class.sum(), "box": by_box.sum()}
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
-        """What the terms of a batch are divided by, before anything is predicted: peaks of the
-        heatmap, matched queries of all layers."""
+        """Normalizers of the terms, from the annotations of a batch: heatmap peaks, matched queries
+        of all layers."""
         head, targets = network.head, batch.targets
         assert targets is not None
         wanted = self._heatmap(head.codec, head.num_classes, targets)
@@ -84,7 +83,7 @@ class TransFusionLoss:
         return {"heatmap": (wanted == 1).sum(), "class": matched, "box": matched}
 
     def match(self, predictions: TransFusionPredictions, targets: Boxes3D) -> Matching:
-        """Begin to find which query answers for which box."""
+        """Start to match queries and boxes."""
         codec = predictions.codec
         return self.matcher(
             predictions.logits.detach(),

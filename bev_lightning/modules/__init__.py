@@ -1,1 +1,1 @@
-"""LightningModules: one training step for every detector."""
+"""LightningModules of the detectors, with their optimizer and test-time augmentation."""

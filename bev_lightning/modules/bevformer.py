@@ -1,4 +1,4 @@
-"""BEVFormer's LightningModule: what it adds to a detector is the memory of the previous frame."""
+"""LightningModule for BEVFormer: adds the previous frame's BEV map to a detector."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +21,14 @@ from bev_lightning.structures import Batch, Inputs
 from bev_lightning.structures.geometry import wrap_angle, yaw_of
 from bev_lightning.structures.predictions import BEVFormerPredictions
 
-# Scenes whose last map is kept: more than one batch mixes, few enough for the memory of a device
-# (a map of the base model takes 41 MB).
+# Scenes whose last map is kept: more than a batch mixes, few enough for a device's memory (a map of
+# the base model takes 41 MB).
 MAX_SCENES = 32
 
 
 @dataclass(frozen=True)
 class SceneState:
-    """The last frame of a scene that was seen.
+    """The last frame of a scene that was processed.
 
     Attributes:
         timestamp: [microseconds].
@@ -48,15 +48,15 @@ class BEVFormerModule(DetectionModule):
     In training the previous map comes from ``Batch.history``, oldest frame first, without gradient
     and with the network in evaluation mode, as published.
 
-    In evaluation it comes from the frame of the same scene that was seen last, whatever else was
-    seen in between, and the ego motion is that since this frame. So a batch may mix scenes, or hold
-    several frames of one in any order, and gives what its samples give one by one. The first frame
-    of a scene starts afresh, and so does one of which nothing earlier was seen, unless the batch
-    brings its history: then that is used, as in training. Frames must come in the order of time,
-    those of a scene to one process; a batch that brings its history is right in any order. A frame
-    that comes again at once starts afresh, and what comes after it does not notice.
+    In evaluation it comes from the last processed frame of the same scene, and the ego motion is
+    that since this frame. A batch may mix scenes, or hold several frames of one scene in any order;
+    the result is that of its samples one by one. The first frame of a scene has no previous map,
+    and neither has a frame without a processed predecessor, unless the batch contains its history,
+    which is then used as in training. The frames of a scene must come in temporal order and to the
+    same process, unless batches contain their history. A frame that is repeated immediately gets no
+    previous map, and does not change the results of later frames.
 
-    With ``inputs.history`` 0 every frame starts afresh, in training and in evaluation.
+    With ``inputs.history`` 0 no frame gets a previous map, in training and in evaluation.
 
     Arguments are those of :class:`DetectionModule`.
     """
@@ -80,36 +80,36 @@ class BEVFormerModule(DetectionModule):
         if not self.inputs.history:
             return self.network(batch)
         if self.training:
-            return self.network(batch, self.remember(batch))
+            return self.network(batch, self.encode_history(batch))
         return self._stream(batch)
 
     def pipeline_parts(self, row_parallel: RowParallel) -> ModelPartition:
-        previous_bev = self.remember if self.inputs.history else None
+        previous_bev = self.encode_history if self.inputs.history else None
         return self.network.pipeline_parts(row_parallel, previous_bev)
 
-    def forget(self) -> None:
-        """Start all scenes afresh."""
+    def reset_memory(self) -> None:
+        """Drop the previous maps of all scenes."""
         self._scenes.clear()
 
     def on_validation_epoch_start(self) -> None:
         super().on_validation_epoch_start()
-        self.forget()
+        self.reset_memory()
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        self.forget()
+        self.reset_memory()
 
     def on_predict_epoch_start(self) -> None:
         super().on_predict_epoch_start()
-        self.forget()
+        self.reset_memory()
 
     def on_predict_epoch_end(self) -> None:
         super().on_predict_epoch_end()
-        self.forget()
+        self.reset_memory()
 
     @torch.no_grad()
-    def remember(self, batch: Batch) -> PreviousBev | None:
-        """The map of the frame before this one, from the batch's history."""
+    def encode_history(self, batch: Batch) -> PreviousBev | None:
+        """The previous frame's map, computed from the batch's history."""
         if not batch.history:
             return None
         previous = None
@@ -123,41 +123,41 @@ class BEVFormerModule(DetectionModule):
         return previous
 
     def _stream(self, batch: Batch) -> BEVFormerPredictions:
-        """Detect with the scenes' last maps, and keep the new ones."""
+        """Detect with each scene's last map, and store the new maps."""
         maps = self.network.extract([batch])[0]
-        queue = cache(lambda: self.remember(batch))
+        encode_history = cache(lambda: self.encode_history(batch))
         bevs: dict[int, Tensor] = {}
-        for rows in _waves(batch):
+        for rows in _group_rows(batch):
             index = torch.tensor(rows, device=batch.has_previous.device)
-            states = [self._find(batch, row, queue) for row in rows]
-            frame, previous = _since(_select(batch, index), states)
+            states = [self._find_state(batch, row, encode_history) for row in rows]
+            frame, previous = _add_motion(_select(batch, index), states)
             encoded = self.network.encode(frame, [m[index] for m in maps], previous)
             for row, bev in zip(rows, encoded, strict=True):
                 bevs[row] = bev
-                self._keep(batch, row, bev)
+                self._store(batch, row, bev)
         return self.network.detect(torch.stack([bevs[row] for row in range(batch.size)]))
 
-    def _find(
-        self, batch: Batch, row: int, queue: Callable[[], PreviousBev | None]
+    def _find_state(
+        self, batch: Batch, row: int, encode_history: Callable[[], PreviousBev | None]
     ) -> SceneState | None:
-        """What is remembered before a frame: of its scene, else of its history."""
+        """The previous state of a frame: from its scene, else from its history."""
         if not batch.has_previous[row]:
             return None
         state = self._scenes.get(batch.scene_tokens[row])
         if batch.history:
             last = batch.history[-1]
             if state is None or state.timestamp != int(last.timestamps[row]):
-                previous = queue()
+                previous = encode_history()
                 assert previous is not None
                 return _state(last, row, previous.bev[row])
         if state is not None and state.timestamp < int(batch.timestamps[row]):
             return state
         return None
 
-    def _keep(self, batch: Batch, row: int, bev: Tensor) -> None:
+    def _store(self, batch: Batch, row: int, bev: Tensor) -> None:
         scene = batch.scene_tokens[row]
         state = self._scenes.get(scene)
-        # Of a frame that comes again, the map that had the memory of the frame before is kept.
+        # For a repeated frame, keep the map that was computed with the previous frame's.
         if state is None or state.timestamp != int(batch.timestamps[row]):
             self._scenes[scene] = _state(batch, row, bev.detach())
         self._scenes.move_to_end(scene)
@@ -174,21 +174,21 @@ def _state(batch: Batch, row: int, bev: Tensor) -> SceneState:
     )
 
 
-def _waves(batch: Batch) -> list[list[int]]:
-    """Rows in groups that can be encoded together: a scene's first frame of the batch, then its
-    second and so on, in the order of time."""
+def _group_rows(batch: Batch) -> list[list[int]]:
+    """Rows in groups that can be encoded together: each scene's first frame in the batch, then its
+    second and so on, in temporal order."""
     times = batch.timestamps.tolist()
     seen: dict[str, list[int]] = {}
     for scene, time in sorted(set(zip(batch.scene_tokens, times, strict=True))):
         seen.setdefault(scene, []).append(time)
-    waves: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for row, (scene, time) in enumerate(zip(batch.scene_tokens, times, strict=True)):
-        waves.setdefault(seen[scene].index(time), []).append(row)
-    return [waves[number] for number in sorted(waves)]
+        groups.setdefault(seen[scene].index(time), []).append(row)
+    return [groups[number] for number in sorted(groups)]
 
 
 def _select(batch: Batch, index: Tensor) -> Batch:
-    """What the encoder reads of some rows."""
+    """The encoder's inputs for some rows."""
     cameras, rows = batch.cameras, index.tolist()
     if cameras is not None:
         cameras = replace(
@@ -212,11 +212,13 @@ def _select(batch: Batch, index: Tensor) -> Batch:
     )
 
 
-def _since(batch: Batch, states: Sequence[SceneState | None]) -> tuple[Batch, PreviousBev | None]:
-    """The frames with their ego motion counted from what is remembered, none where that is nothing;
-    and the remembered maps.
+def _add_motion(
+    batch: Batch, states: Sequence[SceneState | None]
+) -> tuple[Batch, PreviousBev | None]:
+    """The frames with their ego motion since the previous states, and the states' maps.
 
-    Between consecutive frames the motion is what the batch brought, up to rounding.
+    The motion is zero without a previous state; between consecutive frames it equals the batch's,
+    up to rounding.
     """
     known = [state for state in states if state is not None]
     valid = torch.tensor([s is not None for s in states], device=batch.has_previous.device)
@@ -255,7 +257,7 @@ def _since(batch: Batch, states: Sequence[SceneState | None]) -> tuple[Batch, Pr
 
 @contextmanager
 def _evaluating(network: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; what was in evaluation mode before stays there."""
+    """Evaluation mode within the block; modules in evaluation mode before keep it."""
     training = [module for module in network.modules() if module.training]
     network.eval()
     try:

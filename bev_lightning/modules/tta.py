@@ -1,4 +1,4 @@
-"""Test-time augmentation: a scene is seen mirrored and turned too, and the detections merged."""
+"""Test-time augmentation: detects in mirrored and rotated scenes and merges the boxes."""
 
 import math
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from bev_lightning.structures.geometry import apply_transform, wrap_angle
 
 @dataclass(frozen=True)
 class TestTimeAugmentation:
-    """Which views of a scene are detected in, and how their boxes become one set.
+    """The views of a scene, and how their boxes are merged.
 
-    All combinations are made; the scene as it is is always among them. A view is a change of the
-    model frame, so points, radar and camera matrices turn together, for any mix of sensors.
+    All combinations are used, always including the original scene. A view is a transform of the
+    model frame, applied to points, radar and camera matrices alike, for any mix of sensors.
 
     Attributes:
-        flip_x, flip_y: also with negated x, negated y.
-        rotate_deg: also turned about z by these angles [degrees], which should lie within what the
-            model was trained with; what a view turns out of the range is missing in it.
-        reach: boxes of one class whose centres lie closer than this share of their mean footprint,
-            (length + width) / 2, but 0.3 to 2 m, are the same object.
+        flip_x, flip_y: also mirror x, y.
+        rotate_deg: also rotate about z by these angles [degrees], which should be within the
+            training augmentation; objects rotated out of the range are missing in a view.
+        reach: boxes of one class are the same object if their centres are closer than this share of
+            their mean footprint, (length + width) / 2, clamped to 0.3 to 2 m.
     """
 
-    __test__ = False  # not a test, whatever its name
+    __test__ = False  # pytest: not a test class
 
     flip_x: bool = True
     flip_y: bool = True
@@ -59,14 +59,15 @@ class TestTimeAugmentation:
 
 
 def view_batch(batch: Batch, view_from_lidar: Tensor) -> Batch:
-    """The same samples in another model frame, without targets and earlier frames; in float32
-    whatever autocast and TF32 say.
+    """Transform samples to another model frame, without targets and history.
+
+    Computed in float32 or higher, regardless of autocast and TF32.
 
     Args:
-        view_from_lidar: ``(4, 4)`` rotation about z, with or without a mirror.
+        view_from_lidar: ``(4, 4)`` rotation about z, possibly with mirroring.
     """
     matrix = view_from_lidar.to(batch.global_from_lidar.device)
-    # Products of matrices in float64, of points as sums of columns: neither rounds them.
+    # Matrix products in float64, and points as sums of scaled columns, to avoid TF32 rounding.
     wide = matrix.double()
     inverse = torch.linalg.inv(wide)
     cameras, points, radar = batch.cameras, batch.points, batch.radar
@@ -94,13 +95,13 @@ def view_batch(batch: Batch, view_from_lidar: Tensor) -> Batch:
 
 
 def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
-    """Detections ``(B, M)`` of each view, in one frame, to ``(B, V * M)`` merged ones.
+    """Merge detections ``(B, M)`` of V views, in one frame, to ``(B, V * M)``.
 
-    The strongest box of a neighbourhood (same class, centres within its reach) stands for it: its
-    centre, size and velocity become the means of the neighbourhood weighted by score, its yaw the
-    mean of those within 90 degrees of its own. Its score is the mean over the views of the best
-    score each has there, 0 for a view that sees nothing: what one view alone sees sinks. In float32
-    whatever autocast and TF32 say.
+    The box with the highest score in a neighbourhood (same class, centres within its reach)
+    represents it: its centre, size and velocity become the score-weighted means, its yaw the mean
+    of those within 90 degrees of its own. Its score is the mean over the views of each view's best
+    score there, 0 for a view without a box, so that objects found in few views get lower scores.
+    Computed in float32, regardless of autocast and TF32.
     """
     views = [view.to(dtype=torch.float32) for view in views]
     columns = {
@@ -111,7 +112,7 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     score = columns["score"] * boxes.valid
     radius = (reach * boxes.size[..., :2].mean(-1)).clamp(0.3, 2.0)
     keep = circle_nms(boxes.centre[..., :2], score, radius, boxes.label, boxes.valid)
-    # By differences: squares and a product lose decimetres of a distance 50 m from the origin.
+    # Exact differences: the matrix-product formula is off by decimetres 50 m from the origin.
     distance = torch.cdist(
         boxes.centre[..., :2],
         boxes.centre[..., :2],

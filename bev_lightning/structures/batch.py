@@ -1,7 +1,7 @@
-"""The one batch: all that passes from the data room to the models.
+"""Typed batch that the data pipeline gives to the models.
 
 Model frame: the LIDAR_TOP sensor at the key frame's time, as nuScenes defines it (x right, y
-forward, z up), after BEV augmentation where there was one.
+forward, z up), after BEV augmentation, if any.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ class Batch:
         return _map_tensors(self, lambda value: value.to(*args, **kwargs))
 
     def rows(self, start: int, stop: int) -> "Batch":
-        """Some samples in a row, with their history."""
+        """The samples ``start`` to ``stop - 1``, with their history."""
         part = _map_tensors(self, lambda value: value[start:stop])
         return part._with_tokens(start, stop)
 
@@ -106,11 +106,11 @@ class Batch:
         )
 
     def pin_memory(self) -> "Batch":
-        """Page-locked copies for asynchronous transfer. Without CUDA the batch itself."""
+        """Page-locked copies for asynchronous transfer; without CUDA the batch itself."""
         return _map_tensors(self, lambda v: v.pin_memory()) if torch.cuda.is_available() else self
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Tell CUDA's allocator that a stream uses what another has allocated."""
+        """Mark all tensors as used by a CUDA stream other than the one that allocated them."""
 
         def record(value: Tensor) -> Tensor:
             value.record_stream(stream)
@@ -120,7 +120,7 @@ class Batch:
 
     @classmethod
     def stack(cls, samples: Sequence["Batch"]) -> "Batch":
-        """One batch of several; points, radar returns and boxes are padded to the longest."""
+        """Concatenate batches; points, radar returns and boxes are padded to the longest."""
         if not samples:
             raise ValueError("cannot stack an empty sequence of batches")
         first = samples[0]
@@ -170,7 +170,7 @@ class Batch:
         """Check shapes, types and finite values; returns self.
 
         Raises:
-            ValueError: names the field, what it holds and the samples it belongs to.
+            ValueError: names the field, its wrong content and the samples.
         """
         size = self.size
 

@@ -1,4 +1,4 @@
-"""The one box of the house. Each head converts to its own code at its own border."""
+"""Boxes3D, the box format of the whole package; each head encodes and decodes its own."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,9 +18,9 @@ class Boxes3D:
         centre: ``(..., M, 3)`` gravity centre x, y, z [m].
         size: ``(..., M, 3)`` length (along the heading), width, height [m].
         yaw: ``(..., M)`` [rad], 0 along +x, counter-clockwise, in (-pi, pi].
-        velocity: ``(..., M, 2)`` along x and y [m/s]; NaN where unknown.
+        velocity: ``(..., M, 2)`` along x and y [m/s]; NaN if unknown.
         label: ``(..., M)`` int64 index into the data set's classes.
-        valid: ``(..., M)`` bool; False marks padding, whose other fields mean nothing.
+        valid: ``(..., M)`` bool; False marks padding, whose other fields are meaningless.
         score: ``(..., M)`` in 0..1, or None for annotations.
     """
 
@@ -77,7 +77,7 @@ class Boxes3D:
         return self._map(lambda value: value.pin_memory())
 
     def pad(self, num: int) -> "Boxes3D":
-        """Append padding to ``num`` boxes. Raises ValueError where there are more already."""
+        """Append padding to ``num`` boxes. Raises ValueError if there are more already."""
         missing = num - self.num
         if missing < 0:
             raise ValueError(f"cannot pad {self.num} boxes to {num}")
@@ -102,7 +102,7 @@ class Boxes3D:
             dst_from_src: ``(..., 4, 4)``, rotation about z with optional uniform scale or
                 mirroring, and translation; leading dimensions as those of ``valid`` without M.
 
-        Autocast does not reach it.
+        Not affected by autocast.
         """
         linear = dst_from_src[..., :3, :3]
         scale = linear.det().abs().pow(1.0 / 3.0)

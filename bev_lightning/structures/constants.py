@@ -1,4 +1,4 @@
-"""Numbers of a configuration as tensors."""
+"""Configured numbers as tensors, without a copy from the host."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ def constant(values: Sequence[float], like: Tensor, dtype: torch.dtype | None = 
     """``values`` as a tensor ``(len(values),)`` on the device of ``like`` and, without ``dtype``,
     in its type.
 
-    ``like.new_tensor(values)`` would copy them from the host and wait until the device has come to
-    it. Here the device writes them itself, in its own time; a CUDA graph can hold that too.
+    ``like.new_tensor(values)`` would copy them from the host and synchronise. Here the device fills
+    them in asynchronously, also in a CUDA graph.
     """
     dtype = like.dtype if dtype is None else dtype
     return torch.stack([torch.full((), v, dtype=dtype, device=like.device) for v in values])

@@ -1,7 +1,7 @@
 """Rigid and projective transforms.
 
-A transform is named ``dst_from_src`` and is a ``(..., 4, 4)`` matrix that takes homogeneous column
-vectors of the frame ``src`` to the frame ``dst``, so that neighbours cancel when they are chained:
+A transform is named ``dst_from_src``: a ``(..., 4, 4)`` matrix that maps homogeneous column vectors
+of the frame ``src`` to the frame ``dst``, so that adjacent names cancel in a product:
 ``image_from_global = image_from_lidar @ lidar_from_global``.
 
 An *image* frame holds ``(u * d, v * d, d, 1)`` for the pixel ``(u, v)`` at depth ``d`` metres;
@@ -25,11 +25,11 @@ def make_transform(rotation: Tensor, translation: Tensor) -> Tensor:
 
 
 def apply_transform(dst_from_src: Tensor, points: Tensor) -> Tensor:
-    """Take points ``(..., P, 3)`` [m] of ``src`` to ``dst``; leading dimensions broadcast.
+    """Transform points ``(..., P, 3)`` [m] from ``src`` to ``dst``; leading dimensions broadcast.
 
-    In the finer of the two precisions: in bfloat16 a point 50 m off would move by decimetres, in
-    TF32 by centimetres. A sum of scaled columns and no product of matrices, which autocast and TF32
-    would round.
+    Computed in the higher of the two precisions: at 50 m bfloat16 rounds by decimetres, TF32 by
+    centimetres. Written as a sum of scaled columns, because autocast and TF32 would round a matrix
+    product.
     """
     dtype = torch.promote_types(dst_from_src.dtype, points.dtype)
     x, y, z = points.to(dtype).unsqueeze(-1).unbind(-2)  # (..., P, 1)
@@ -43,7 +43,7 @@ def project(image_from_src: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         pixels ``(..., P, 2)`` as u (right), v (down), and depth ``(..., P)`` [m] along the optical
-        axis. Where depth is not positive the pixel means nothing (it is divided by 1e-5 m).
+        axis. Pixels with a depth of 0 or less are meaningless (divided by 1e-5 m).
     """
     image = apply_transform(image_from_src, points)
     depth = image[..., 2]

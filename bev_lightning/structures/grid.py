@@ -1,4 +1,4 @@
-"""The one place that turns metres into BEV cells."""
+"""BEV grid: conversion between metres and cells."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from bev_lightning.structures.constants import constant
 
 @dataclass(frozen=True)
 class BevGrid:
-    """A rectangle of the model frame's x-y plane cut into cells, with a height range.
+    """A rectangle of the model frame's x-y plane divided into cells, with a height range.
 
     A BEV map on it has the shape ``(B, C, Y, X)``: cell ``[j, i]`` covers
     ``x_min + i * cell[0] <= x < x_min + (i + 1) * cell[0]`` and likewise j along y.

@@ -1,4 +1,4 @@
-"""What a model asks of the data: which sensors, at which size. A sensor left out is never read."""
+"""Sensor inputs of a model: which sensors, at which size. Other sensors are never read."""
 
 from dataclasses import dataclass
 
@@ -17,18 +17,18 @@ RADARS = (
     "RADAR_BACK_LEFT",
     "RADAR_BACK_RIGHT",
 )
-"""Of nuScenes' cars, in the order of the published models."""
+"""Radars of the nuScenes vehicles, in the order of the published models."""
 
 
 @dataclass(frozen=True)
 class CameraInput:
-    """Images as the network sees them.
+    """Image preprocessing for the network.
 
     Attributes:
         size: height, width of the network's image [pixels].
         channels: camera channels in the order of ``Cameras.images``.
         mean, std: per-channel RGB normalisation on the 0..255 scale.
-        scale: of the image in evaluation, relative to that at which it just covers ``size``.
+        scale: of the image in evaluation; 1 makes it just cover ``size``.
     """
 
     size: tuple[int, int]
@@ -55,7 +55,7 @@ class CameraInput:
 
 @dataclass(frozen=True)
 class LidarInput:
-    """Lidar points as the network sees them.
+    """Lidar points for the network.
 
     Attributes:
         range: x_min, y_min, z_min, x_max, y_max, z_max [m]; points outside are dropped.
@@ -79,7 +79,7 @@ class LidarInput:
 
 @dataclass(frozen=True)
 class RadarInput:
-    """Radar returns as the network sees them.
+    """Radar returns for the network.
 
     Attributes:
         range: as for the lidar [m].
@@ -100,11 +100,11 @@ class RadarInput:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The sensors one model reads.
+    """The sensors that a model reads.
 
     Attributes:
-        camera, lidar, radar: None where the model does not read that sensor.
-        history: key frames before the current one that come along in ``Batch.history``.
+        camera, lidar, radar: None if the model does not read that sensor.
+        history: number of previous key frames in ``Batch.history``.
     """
 
     camera: CameraInput | None = None

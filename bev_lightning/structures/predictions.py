@@ -1,7 +1,7 @@
-"""What the detection heads return, and the codes they are trained in.
+"""Outputs of the detection heads, and the box codecs they are trained with.
 
-A codec is the border between a head's own numbers and :class:`Boxes3D`; nothing else knows the
-code. Predictions carry the codec that made them, so that decoding and the losses cannot disagree.
+Only a codec converts between a head's regression code and :class:`Boxes3D`. Predictions carry their
+codec, so that decoding and losses use the same one.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from bev_lightning.structures.grid import BevGrid
 
 @dataclass(frozen=True)
 class BoxCodec:
-    """The ten numbers in which TransFusion predicts a box:
+    """TransFusion's box code of ten numbers:
 
     ``(..., 10) [cx, cy, cz, log w, log l, log h, sin, cos, vx, vy]``: centre in cells of the
     head's map (the first cell's centre is 0.5), height and sizes in metres, velocity [m/s]. Sine
@@ -25,9 +25,8 @@ class BoxCodec:
     Attributes:
         grid: the head's map.
         height_shift: cz lies this share of the box's height above its gravity centre. The published
-            BEVFusion took the annotated centre for the bottom of the box, so its weights predict
-            half a height too much: 0.5 gives right boxes with them. 0 is the plain reading of the
-            code.
+            BEVFusion took the annotated centre for the bottom of the box, so that its weights
+            predict half a height too much: they need 0.5. 0 means no shift.
     """
 
     grid: BevGrid
@@ -67,7 +66,7 @@ class BoxCodec:
 
     def footprints(self, code: Tensor) -> Tensor:
         """``(..., M, 7) [x, y, z, l, w, h, yaw]`` in metres and radians, z as the code has it
-        (shifted by ``height_shift``): what overlaps are computed from, in the matcher."""
+        (shifted by ``height_shift``), for the overlaps in the matcher."""
         code = code.float()
         columns = [
             code[..., 2:3],
@@ -81,16 +80,16 @@ class BoxCodec:
 
 @dataclass(frozen=True)
 class TransFusionPredictions:
-    """Output of TransFusionHead: K classes, Q queries, L decoder layers (the last one counts).
+    """Output of TransFusionHead: K classes, Q queries, L decoder layers (the last is decoded).
 
     Attributes:
         heatmap: ``(B, K, Y, X)`` logits of the class heatmap.
         query_label: ``(B, Q)`` int64 class of the peak a query started from.
-        query_score: ``(B, K, Q)`` the heatmap's probabilities at that cell, zero where it is no
-            peak.
+        query_score: ``(B, K, Q)`` the heatmap's probabilities at that cell, zero for classes
+            without a peak there.
         logits: ``(L, B, Q, K)`` class logits of each layer.
         code: ``(L, B, Q, 10)`` boxes in the code of ``codec``.
-        codec: what turns codes into boxes.
+        codec: decodes codes to boxes.
     """
 
     heatmap: Tensor
@@ -107,8 +106,8 @@ class HeatmapPredictions:
 
     Attributes:
         heatmap: ``(B, K, Y, X)`` logits of the class heatmap.
-        code: ``(B, 10, Y, X)`` at each cell the box centred in it, in the code of ``codec``.
-        codec: what turns codes into boxes.
+        code: ``(B, 10, Y, X)`` the box centred in each cell, in the code of ``codec``.
+        codec: decodes codes to boxes.
     """
 
     heatmap: Tensor
@@ -118,11 +117,13 @@ class HeatmapPredictions:
 
 @dataclass(frozen=True)
 class BEVFusionPredictions:
-    """Attributes:
-    detections: what the head returned.
-    depth_logits: ``(B, N, D, h, w)`` logits over the depth bins of the camera branch, or None where
-        depth is not supervised.
-    depth_target: ``(B, N, h, w)`` int64 index of the bin the lidar saw, -1 where it saw nothing.
+    """Output of BEVFusion and its head.
+
+    Attributes:
+        detections: output of the head.
+        depth_logits: ``(B, N, D, h, w)`` logits over the depth bins of the camera branch; None if
+            depth is not supervised.
+        depth_target: ``(B, N, h, w)`` int64 bin of the lidar's depth, -1 without a lidar point.
     """
 
     detections: TransFusionPredictions | HeatmapPredictions
@@ -132,7 +133,7 @@ class BEVFusionPredictions:
 
 @dataclass(frozen=True)
 class MetricBoxCodec:
-    """The ten numbers in which BEVFormer predicts a box:
+    """BEVFormer's box code of ten numbers:
 
     ``(..., 10) [cx, cy, log w, log l, cz, log h, sin, cos, vx, vy]``: gravity centre and sizes in
     metres, velocity [m/s]. Sine and cosine are those of mmdetection3d's angle before version 1.0,
@@ -169,8 +170,12 @@ class MetricBoxCodec:
 
 @dataclass(frozen=True)
 class QueryPredictions:
-    """Q queries through L decoder layers: class logits ``(L, B, Q, K)`` and boxes
-    ``(L, B, Q, 10)`` in the code of :class:`MetricBoxCodec`; the last layer counts."""
+    """Output of L decoder layers for Q queries; boxes are decoded from the last layer.
+
+    Attributes:
+        logits: ``(L, B, Q, K)`` class logits.
+        code: ``(L, B, Q, 10)`` boxes in the code of :class:`MetricBoxCodec`.
+    """
 
     logits: Tensor
     code: Tensor
@@ -178,12 +183,12 @@ class QueryPredictions:
 
 @dataclass(frozen=True)
 class DenoisingPredictions(QueryPredictions):
-    """Queries that started from disturbed annotations and shall restore them (DN-DETR, Li et al.,
-    CVPR 2022); in training only.
+    """Queries made from noised annotations, which they shall reconstruct (DN-DETR, Li et al., CVPR
+    2022); in training only.
 
     Attributes:
-        box: ``(B, Q)`` int64 the annotation that a query started from.
-        valid: ``(B, Q)`` bool, False where that is padding.
+        box: ``(B, Q)`` int64 index of the query's annotation.
+        valid: ``(B, Q)`` bool, False for padding.
     """
 
     box: Tensor
@@ -192,7 +197,7 @@ class DenoisingPredictions(QueryPredictions):
 
 @dataclass(frozen=True)
 class PerspectivePredictions:
-    """Objects as the images show them; in training only.
+    """Auxiliary 2D detections in the images; in training only.
 
     Attributes:
         heatmap: ``(B, N, K, h, w)`` logits of the classes at the objects' centres.
@@ -214,10 +219,10 @@ class BEVFormerPredictions:
     Attributes:
         bev: ``(B, C, Y, X)`` the encoder's map, which the next frame attends to.
         queries: the detections.
-        codec: what turns codes into boxes.
-        heatmap: ``(B, K, Y, X)`` logits of the class heatmap that the queries started from, or None
-            where they are learned.
-        denoising, perspective: None outside training, and where the model has none.
+        codec: decodes codes to boxes.
+        heatmap: ``(B, K, Y, X)`` logits of the class heatmap that initialises the queries, or None
+            if they are learned.
+        denoising, perspective: None outside training, and if the model has none.
     """
 
     bev: Tensor

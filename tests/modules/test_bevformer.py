@@ -149,7 +149,7 @@ ONE_BY_ONE = ("a0", "a1", "a2", "a3", "b0", "b1", "b2")
 def test_batches_equal_single_samples(motion: str, groups: tuple[str, ...]) -> None:
     module = make_module(motion)
     wanted = detect(module, batches(*ONE_BY_ONE))
-    module.forget()
+    module.reset_memory()
     same(detect(module, batches(*groups)), wanted)
 
 
@@ -174,7 +174,7 @@ def test_first_frame_of_a_scene_ignores_what_was_before() -> None:
     module = make_module()
     detect(module, batches("a0", "a1"))
     after = detect(module, batches("b0", "a0"))
-    module.forget()
+    module.reset_memory()
     same(after, detect(module, batches("b0", "a0")))
 
 
@@ -207,19 +207,19 @@ def test_an_earlier_frame_does_not_look_into_the_future() -> None:
     module = make_module()
     detect(module, batches("a0", "a1", "a2"))
     found = detect(module, batches("a1"))
-    module.forget()
+    module.reset_memory()
     same(found, detect(module, batches("a1")))
 
 
 def test_queue_equals_stream_and_takes_no_gradient() -> None:
     module = make_module()
     wanted = detect(module, batches("a0", "a1", "a2"))
-    module.forget()
+    module.reset_memory()
     batch = Batch.stack([with_history("a", 2), with_history("b", 0), with_history("a", 1)])
     modes = {name: part.training for name, part in module.network.train().named_modules()}
     module.network.backbone.eval()
     modes |= {name: False for name in modes if name.startswith("backbone")}
-    previous = module.remember(batch)
+    previous = module.encode_history(batch)
     assert previous is not None and not previous.bev.requires_grad
     assert previous.valid.tolist() == [True, False, True]
     assert {n: part.training for n, part in module.network.named_modules()} == modes
@@ -234,9 +234,9 @@ def test_queue_equals_stream_and_takes_no_gradient() -> None:
 def test_history_makes_evaluation_right_in_any_order() -> None:
     module = make_module()
     wanted = detect(module, [with_history(*pair) for pair in (("a", 1), ("a", 2), ("b", 1))])
-    module.forget()
+    module.reset_memory()
     found = detect(module, [with_history(*pair) for pair in (("b", 1), ("a", 2), ("a", 1))])
-    module.forget()
+    module.reset_memory()
     same({token: found[token] for token in wanted}, wanted)
 
 
@@ -286,7 +286,7 @@ def test_processes_together_equal_one(
 def test_a_frame_again_changes_nothing_for_the_next() -> None:
     module = make_module()
     wanted = detect(module, batches("a0", "a1", "a2"))["a2"]
-    module.forget()
+    module.reset_memory()
     found = detect(module, batches("a0", "a1", "a1", "a2"))["a2"]
     torch.testing.assert_close(found, wanted)
 
