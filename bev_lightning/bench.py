@@ -1,4 +1,4 @@
-"""Measures this machine: ``python -m bev_lightning.bench bench=NAME [KEY=VALUE ...]``."""
+"""Benchmarks this machine: ``python -m bev_lightning.bench bench=NAME [KEY=VALUE ...]``."""
 
 from omegaconf import DictConfig
 
@@ -19,7 +19,7 @@ def main(cfg: DictConfig) -> None:
 
     machine = detect_machine()
     name = str(HydraConfig.get().runtime.choices["bench"])
-    # FUNCTION(cfg, ...): its rows and what is to be said below them.
+    # FUNCTION(cfg, ...): its rows, and notes printed below them.
     rows, notes = instantiate(cfg.bench, _partial_=True)(cfg)
     print(f"bench={name} on {machine}\n")
     print(write_report(Path(cfg.paths.run), name, machine.to_dict(), rows, notes))

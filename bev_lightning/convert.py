@@ -1,12 +1,14 @@
-"""Takes published weights to ours, and back: ``python -m bev_lightning.convert source=FILE
-model=CHOICE [to=official]``."""
+"""Converts published weights to this package's names, or back.
+
+``python -m bev_lightning.convert source=FILE model=CHOICE [to=official]``.
+"""
 
 from omegaconf import DictConfig
 
 from bev_lightning.config.program import entry
 from bev_lightning.config.run_directory import write_json
 
-# A network of ours stands in its module under this name.
+# Attribute of the network in its module.
 _NETWORK = "network."
 
 
@@ -59,7 +61,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def _describe(cfg: DictConfig, names: str) -> dict[str, str]:
-    """What the file tells; ``evaluate ckpt=FILE`` composes its model from it."""
+    """Metadata of the file, from which ``evaluate ckpt=FILE`` composes its model."""
     import json
     from pathlib import Path
 
@@ -67,17 +69,17 @@ def _describe(cfg: DictConfig, names: str) -> dict[str, str]:
     from omegaconf import OmegaConf
 
     choice = str(HydraConfig.get().runtime.choices["model"])
-    told = {"model": choice, "to": str(cfg.to), "names": names}
+    metadata = {"model": choice, "to": str(cfg.to), "names": names}
     if cfg.to == "official":
-        return told
-    words = json.loads((Path(cfg.paths.run) / "run.json").read_text())["overrides"]
-    kept = [word for word in words if word.lstrip("+~").startswith(("model.", "data.classes"))]
+        return metadata
+    overrides = json.loads((Path(cfg.paths.run) / "run.json").read_text())["overrides"]
+    kept = [one for one in overrides if one.lstrip("+~").startswith(("model.", "data.classes"))]
     shift = "model.network.head.height_shift"
-    if names == "mmdetection3d" and not any(word.startswith(shift) for word in kept):
-        # The port takes the annotated centre for the centre, see BoxCodec.
+    if names == "mmdetection3d" and not any(one.startswith(shift) for one in kept):
+        # mmdetection3d uses the annotated centre, see BoxCodec.
         kept.append(f"{shift}=0")
     return {
-        **told,
+        **metadata,
         "overrides": json.dumps([f"model={choice}", *kept]),
         "inputs": json.dumps(OmegaConf.to_container(cfg.model.inputs, resolve=True)),
     }

@@ -1,4 +1,4 @@
-"""Says what a training will do and take: ``python -m bev_lightning.plan [GROUP=CHOICE ...]``."""
+"""Forecasts the memory of a training: ``python -m bev_lightning.plan [GROUP=CHOICE ...]``."""
 
 from omegaconf import DictConfig
 
@@ -8,7 +8,7 @@ from bev_lightning.config.run_directory import write_json
 
 @entry("plan")
 def main(cfg: DictConfig) -> None:
-    """Print the plan and leave plan.json in the run directory. Any verdict is a success."""
+    """Print the plan and write plan.json to the run directory; any verdict exits with 0."""
     from pathlib import Path
 
     from bev_lightning.runtime.memory_forecast import make_plan

@@ -1,4 +1,4 @@
-"""Detects without scoring: ``python -m bev_lightning.predict ckpt=FILE [KEY=VALUE ...]``."""
+"""Predicts without scoring: ``python -m bev_lightning.predict ckpt=FILE [KEY=VALUE ...]``."""
 
 from omegaconf import DictConfig
 
@@ -9,7 +9,7 @@ from bev_lightning.config.program import entry
 def main(cfg: DictConfig) -> None:
     """Predict ``data.val_split`` (which needs no annotations) and write the nuScenes submission.
 
-    ``trainer.limit_val_batches`` stops it early, as it does a validation.
+    ``trainer.limit_val_batches`` limits it, as it does a validation.
     """
     from pathlib import Path
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Classes and functions that `from bev_lightning.private_apis import NAME` imports on first use.
 IMPORTS = {
     "_BatchNorm": "torch.nn.modules.batchnorm",  # the base class of every batch norm
-    "FakeTensor": "torch._subclasses.fake_tensor",  # tells a memory forecast from a real step
+    "FakeTensor": "torch._subclasses.fake_tensor",  # marks a memory forecast
     "FakeTensorMode": "torch._subclasses.fake_tensor",  # runs a step without memory
     "TorchDispatchMode": "torch.utils._python_dispatch",  # sees every operator call
     "tree_iter": "torch.utils._pytree",  # yields the tensors in nested results
@@ -55,7 +55,7 @@ def require(owner: Any, name: str) -> Any:
 
 
 def hydra_argument_parser() -> "argparse.ArgumentParser":
-    """Hydra's own parser: the only way to tell its flags from overrides before it runs."""
+    """Hydra's own parser, which separates its flags from overrides before Hydra runs."""
     from hydra._internal.utils import get_args_parser
 
     return get_args_parser()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs once, trains the default configuration and says where the results are.
+# Installs once, trains the default configuration and prints where the results are.
 # Words after it go to train: bash scripts/quickstart.sh trainer.max_steps=100 seed=2
 set -euo pipefail
 

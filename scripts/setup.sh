@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv once and installs what requirements.txt and setup.cfg say; anew only when they changed.
+# Creates .venv and installs requirements.txt and setup.cfg; repeats it only when they have changed.
 # Sourced by quickstart.sh and test.sh, which then run "$python". Set PYTHON to choose an interpreter.
 set -euo pipefail
 
@@ -32,7 +32,7 @@ install() {
         "$found" -m venv --clear "$root/.venv"
     fi
     echo "setup: installing (once; several GB with CUDA, minutes)"
-    # Quiet unless it fails: pip then says what.
+    # Quiet unless it fails.
     "$python" -m pip install --quiet --disable-pip-version-check --editable "${root}[test]"
     echo "$wanted" >"$stamp"
 }

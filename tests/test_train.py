@@ -1,4 +1,4 @@
-"""What the training verb tells of a run."""
+"""What the training verb reports of a run."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from bev_lightning.parallel.hybrid import HybridStrategy
 from bev_lightning.runtime.training import summarize
 
 
-def test_a_run_that_was_refused_before_its_processes_met_is_told(tmp_path: Path) -> None:
+def test_a_run_that_was_refused_before_its_processes_met_is_reported(tmp_path: Path) -> None:
     strategy = HybridStrategy(1, 2, 1, "1f1b", 2)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -23,8 +23,12 @@ def test_a_run_that_was_refused_before_its_processes_met_is_told(tmp_path: Path)
         enable_progress_bar=False,
         default_root_dir=tmp_path,
     )
-    told = summarize(trainer, None, "failed")
-    assert told["status"] == "failed" and told["samples_per_s"] == 0.0 and told["steps"] == 0
+    reported = summarize(trainer, None, "failed")
+    assert (
+        reported["status"] == "failed"
+        and reported["samples_per_s"] == 0.0
+        and reported["steps"] == 0
+    )
 
 
 def test_a_pipeline_of_two_processes_reads_each_sample_once() -> None:

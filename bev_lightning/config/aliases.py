@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-# Config keys and groups on a command line; a key stands for everything below it too.
+# Config keys and groups on a command line; a row also covers every key below.
 KEYS = {
     "data.sensors.lenses": "data.sensors.camera_models",
     "data.paste": "data.gt_sampling",

@@ -153,7 +153,7 @@ def compose_jobs(
     sweeper = OmegaConf.select(job.cfg, "hydra.sweeper")
     params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
     if not str(sweeper["_target_"]).endswith(".BasicSweeper"):
-        return True, [job]  # it chooses its jobs as it goes; the first values stand for them
+        return True, [job]  # it chooses its jobs while it runs: check the first values
     with _hydra(extra_dir):
         split = split_sweep(_parse(rename_overrides(quote_choices(params + overrides))))
     return True, [compose_job(verb, one, extra_dir) for one in split]

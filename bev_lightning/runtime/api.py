@@ -60,10 +60,10 @@ def load(*overrides: str, ckpt: str | Path | None = None) -> "Run":
                 f"{override} is not an override of bev_lightning.load: open a checkpoint with "
                 f'bev_lightning.load(ckpt="FILE"), resume a training with the train command'
             )
-    verb, words = "train", [*_DEFAULTS, *overrides]
+    verb, composed = "train", [*_DEFAULTS, *overrides]
     if ckpt is not None:
-        verb, words = "evaluate", [*words, f'ckpt="{Path(ckpt).expanduser()}"']
-    cfg, machine = load_config(verb, words), detect_machine()
+        verb, composed = "evaluate", [*composed, f'ckpt="{Path(ckpt).expanduser()}"']
+    cfg, machine = load_config(verb, composed), detect_machine()
     check_config(cfg)
     check_machine(cfg, machine)
     return Run(resolve(cfg, machine))

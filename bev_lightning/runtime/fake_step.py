@@ -1,8 +1,7 @@
-"""A training step on fake tensors, which have shapes and no values: its memory, without taking it.
+"""Measures the memory of a training step on fake tensors, which have shapes but no values.
 
-What depends on values is stated instead: how many voxels a
-sample fills, which share of a mask is true. Matching and losses are left out; a sum of the outputs
-stands for them.
+Quantities that depend on values are assumed: how many voxels a sample fills, which share of a mask
+is true. A sum of the outputs replaces matching and losses.
 """
 
 import dataclasses
@@ -70,7 +69,7 @@ def _measure(module: DetectionModule, case: Case) -> Peak:
         return torch.stack([value.float().sum() for value in outputs]).sum()
 
     def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        # One kernel for all, as the training has it: no copies of the gradients.
+        # Fused, as in the training: no copies of the gradients.
         return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
     hooks = []

@@ -1,4 +1,4 @@
-"""What a training will do and take, told before it starts."""
+"""Forecasts batch, learning rate and peak memory of a training before it starts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,29 +12,31 @@ from bev_lightning.hardware.machine import detect_machine
 from bev_lightning.hardware.memory import KINDS, Peak
 from bev_lightning.runtime.fake_step import Case, measure_cases
 
-# Key frames of the official splits, for a plan on a machine that has not the data.
+# Key frames of the official splits, for a plan on a machine without the data.
 _OFFICIAL = {("v1.0-trainval", "train"): 28_130, ("v1.0-mini", "mini_train"): 323}
 # Of v1.0-trainval under class-balanced sampling.
 _BALANCED = 123_580
-# A forecast above this share of what a card has is tight: allocators lose some to gaps.
+# A forecast above this share of the memory is tight: allocators lose some to fragmentation.
 _TIGHT = 0.9
 _MIB_PER_GIB = 1024
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Attributes:
-    batch: how an optimizer step's samples come together.
-    lr: peak learning rate.
-    num_samples: of an epoch, or None where that is unknown.
-    layout: who runs what, a sentence.
-    precision: Lightning's name.
-    peak: of a process [MiB], its shards alone where the strategy shards.
-    buckets_mib: copies of the gradients that DDP sends [MiB].
-    memory_gib: of the card, or of the host for each of its processes; None where unknown.
-    reserve_gib: kept free for what is not forecast.
-    largest_batch: samples of a micro-step that fit, or None where the memory is unknown.
-    remedies: what the peak would be with each remedy [MiB].
+    """Forecast of a training.
+
+    Attributes:
+        batch: samples per optimizer step.
+        lr: peak learning rate.
+        num_samples: per epoch; None if unknown.
+        layout: what each process runs, as a sentence.
+        precision: Lightning's name of it.
+        peak: peak memory of a process [MiB]; with a sharding strategy that of its shards.
+        buckets_mib: copies of the gradients that DDP sends [MiB].
+        memory_gib: of the card, or of the host per process; None if unknown.
+        reserve_gib: kept free for what is not forecast.
+        largest_batch: samples of a micro-step that fit; None if the memory is unknown.
+        remedies: total memory after each possible change [MiB].
     """
 
     batch: BatchPlan
@@ -51,7 +53,7 @@ class Plan:
 
     @property
     def total_mib(self) -> float:
-        """Everything that the forecast holds, without the reserve."""
+        """Peak memory of a process without the reserve."""
         return self.peak.total + self.buckets_mib
 
     @property
@@ -63,7 +65,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """``fits``, ``tight``, ``does not fit``, or ``unknown`` where the memory is."""
+        """``fits``, ``tight``, ``does not fit``, or ``unknown`` if the memory is unknown."""
         if self.memory_gib is None:
             return "unknown"
         share = self.total_mib / _MIB_PER_GIB + self.reserve_gib
@@ -72,6 +74,7 @@ class Plan:
         return "tight" if share > _TIGHT * self.memory_gib else "fits"
 
     def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
         return {
             "effective_batch": self.batch.effective_batch,
             "num_processes": self.batch.num_processes,
@@ -92,7 +95,7 @@ class Plan:
         }
 
     def to_line(self) -> str:
-        """The memory in a line, as ``train`` says it before it begins on a GPU."""
+        """The memory in one line, which ``train`` prints on a GPU before it starts."""
         memory = "" if self.memory_gib is None else f" of {self.memory_gib:.1f} GiB"
         more = (
             "" if self.verdict == "fits" else "; python -m bev_lightning.plan shows what takes less"
@@ -101,26 +104,28 @@ class Plan:
         return f"peak memory of a process: {peak:.2f} GiB{memory}, {self.verdict}{more}"
 
     def to_text(self) -> str:
+        """The plan as a table."""
         steps = self.steps_per_epoch
         lines = [
             f"{self.batch}, learning rate {self.lr:g}, precision {self.precision}",
-            f"steps of an epoch: {steps} ({self.num_samples} samples)"
+            f"optimizer steps per epoch: {steps} ({self.num_samples} samples)"
             if steps is not None
-            else "steps of an epoch: unknown; give num_samples=N",
+            else "optimizer steps per epoch: unknown; set num_samples=N",
             self.layout,
             "",
-            "peak memory of a process [MiB]",
+            "peak memory per process [MiB]",
         ]
         rows = [(kind, getattr(self.peak, kind)) for kind in KINDS]
         rows += [("buckets", self.buckets_mib)] if self.buckets_mib else []
         lines += [f"  {name:<14}{mib:>10,.0f}" for name, mib in [*rows, ("total", self.total_mib)]]
         if self.memory_gib is not None:
             lines.append(
-                f"  {'of':<14}{self.memory_gib * _MIB_PER_GIB:>10,.0f}, "
-                f"{self.reserve_gib * _MIB_PER_GIB:,.0f} of them kept free"
+                f"  {'available':<14}{self.memory_gib * _MIB_PER_GIB:>10,.0f}, of which "
+                f"{self.reserve_gib * _MIB_PER_GIB:,.0f} are kept free"
             )
-        lines += ["", f"largest batch_size that fits: {self.largest_batch}"]
-        lines += ["with one change the total would be [MiB]"] if self.remedies else []
+        if self.largest_batch is not None:
+            lines += ["", f"largest data.batch_size that fits: {self.largest_batch}"]
+        lines += ["", "total after one change [MiB]"] if self.remedies else []
         lines += [
             f"  {name:<48}{mib:>10,.0f}  {mib - self.total_mib:+,.0f}"
             for name, mib in self.remedies.items()
@@ -129,11 +134,11 @@ class Plan:
 
 
 def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
-    """The plan of a training.
+    """Forecast a training.
 
     Args:
         cfg: resolved, of any verb that composes a training.
-        compare: look at other batches and remedies too; each takes some seconds.
+        compare: also forecast other batch sizes and remedies, which takes seconds each.
     """
     batch, optim = plan_batch(cfg), cfg.optim
     precision = str(cfg.trainer.precision)
@@ -179,7 +184,7 @@ def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
 
 
 def _share(peak: Peak, strategy: str, num_processes: int) -> Peak:
-    """What one process holds of weights, gradients and the optimizer's memory."""
+    """Peak of one process, with its share of weights, gradients and optimizer state."""
     share = num_processes if strategy == "fsdp" else 1
     return Peak(
         peak.parameters / share,
@@ -191,7 +196,7 @@ def _share(peak: Peak, strategy: str, num_processes: int) -> Peak:
 
 
 def _trained_mib(peak: Peak) -> float:
-    """Gradients of everything trained; AdamW remembers two numbers for each parameter."""
+    """Gradients of all trained parameters; AdamW stores two numbers for each of them."""
     return peak.optimizer / 2
 
 
@@ -203,7 +208,7 @@ def _layout(strategy: str, num_processes: int) -> str:
     if strategy == "fsdp":
         return (
             f"each of {num_processes} processes runs the whole model on its own samples and keeps "
-            f"1/{num_processes} of weights, gradients and the optimizer's memory"
+            f"1/{num_processes} of weights, gradients and optimizer state"
         )
     return f"strategy={strategy}: the memory below is that of a process with the whole model"
 
@@ -217,9 +222,9 @@ def _memory_gib(cfg: DictConfig) -> float | None:
 
 
 def _num_samples(cfg: DictConfig) -> int | None:
-    said = cfg.get("num_samples", "auto")
-    if said != "auto":
-        return int(said)
+    num_samples = cfg.get("num_samples", "auto")
+    if num_samples != "auto":
+        return int(num_samples)
     synthetic = OmegaConf.select(cfg, "data.synthetic")
     if synthetic is not None:
         return int(synthetic.num_train_scenes * synthetic.frames_per_scene)

@@ -47,8 +47,8 @@ def fit(trainer: L.Trainer, module: Any, data: L.LightningDataModule, resume: An
     """Train, with a validation after the last step.
 
     Raises:
-        MemoryInputError: says what the memory held and what to change.
-        InputError: another process failed or is late; says what to do.
+        MemoryInputError: lists the contents of the memory and what to change.
+        InputError: another process failed or is late.
     """
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)

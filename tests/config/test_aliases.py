@@ -181,8 +181,8 @@ def test_a_former_checkpoint_composes(tmp_path: Path) -> None:
 
 def test_a_former_run_directory_is_found(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
-    told = {"overrides": ["data/paste=published"], "started": "2026-01-01T00:00:00"}
-    (tmp_path / "old" / "run.json").write_text(json.dumps(told))
+    reported = {"overrides": ["data/paste=published"], "started": "2026-01-01T00:00:00"}
+    (tmp_path / "old" / "run.json").write_text(json.dumps(reported))
     assert find_runs(tmp_path, ["data/gt_sampling=published"]) == [tmp_path / "old"]
 
 

@@ -1,4 +1,4 @@
-"""Words to configurations, and Hydra's refusals to sentences."""
+"""From overrides to configurations, and Hydra's refusals to sentences."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_the_field_command_composes_as_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["precison=16"], "precison=16 names no key of train; did you mean precision?"),
         (["max_steps=3"], "max_steps=3 names no key of train; did you mean trainer.max_steps?"),
@@ -70,9 +70,9 @@ def test_the_field_command_composes_as_typed() -> None:
         (["precision=32,bf16"], "gives several values; put -m in front of it"),
     ],
 )
-def test_refusals_are_one_sentence(words: list[str], sentence: str) -> None:
+def test_refusals_are_one_sentence(overrides: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)) as refusal:
-        compose_jobs("train", words, multirun=False)
+        compose_jobs("train", overrides, multirun=False)
     assert "\n" not in str(refusal.value)
 
 
@@ -120,9 +120,9 @@ def test_evaluation_recomposes_what_was_trained(tmp_path: Path) -> None:
     assert cfg.trainer.max_steps == load_config("train").trainer.max_steps
 
 
-def write(folder: Path, *words: str) -> str:
+def write(folder: Path, *overrides: str) -> str:
     checkpoint = folder / "last.ckpt"
-    torch.save({"state_dict": {}, "bev_lightning": {"overrides": list(words)}}, checkpoint)
+    torch.save({"state_dict": {}, "bev_lightning": {"overrides": list(overrides)}}, checkpoint)
     return str(checkpoint)
 
 
@@ -140,7 +140,7 @@ def test_evaluation_leaves_the_machine_of_the_training(tmp_path: Path) -> None:
     )
 
 
-def test_a_resumed_training_keeps_its_words(tmp_path: Path) -> None:
+def test_a_resumed_training_keeps_its_overrides(tmp_path: Path) -> None:
     stored = [
         "optim.lr=0.5",
         "accumulation='2'",
@@ -163,7 +163,7 @@ def test_an_axis_on_the_command_line_beats_the_stored_key_that_it_writes(tmp_pat
     assert load_config("train", [resume, "accumulation=2"]).trainer.accumulate_grad_batches == 2
 
 
-def test_files_of_other_origin_bring_no_words(tmp_path: Path) -> None:
+def test_files_of_other_origin_bring_no_overrides(tmp_path: Path) -> None:
     torch.save({"state_dict": {}}, tmp_path / "other.pth")
     (tmp_path / "text.ckpt").write_text("no archive")
     assert read_overrides(tmp_path / "other.pth") == []

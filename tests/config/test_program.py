@@ -1,4 +1,4 @@
-"""The program that a verb becomes: what it leaves on the disk, what it says, how it ends.
+"""The program that a verb becomes: what it leaves on the disk, what it prints, how it ends.
 
 Most run in this process; only what depends on processes (sweeps, children) starts some.
 """
@@ -83,8 +83,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def call(monkeypatch: pytest.MonkeyPatch, main: Any, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["train", *words])
+def call(monkeypatch: pytest.MonkeyPatch, main: Any, *overrides: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["train", *overrides])
     try:
         entry("train")(main)()
     except SystemExit as end:
@@ -92,10 +92,10 @@ def call(monkeypatch: pytest.MonkeyPatch, main: Any, *words: str) -> int:
     return 0
 
 
-def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(ROOT), str(folder)])
     return subprocess.run(
-        [sys.executable, "-m", "verb", *words],
+        [sys.executable, "-m", "verb", *overrides],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -128,7 +128,9 @@ def test_a_run_leaves_its_configuration(
 
 
 @pytest.mark.parametrize("key", ["paths.run", "hydra.run.dir"])
-def test_a_run_goes_where_it_is_told(here: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_the_run_directory_can_be_set(
+    here: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     seen: list[DictConfig] = []
     assert call(monkeypatch, seen.append, "hardware=cpu", f"{key}=some/where") == 0
     assert seen[0].paths.run == str(here / "some" / "where")
@@ -137,7 +139,7 @@ def test_a_run_goes_where_it_is_told(here: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["precison=16"], "did you mean precision?"),
         (["hardware=cpu", "precision=fp8"], "precision=fp8 needs compute capability 8.9"),
@@ -162,15 +164,15 @@ def test_refusals_come_before_anything_is_made(
     here: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    words: list[str],
+    overrides: list[str],
     sentence: str,
 ) -> None:
-    code = call(monkeypatch, lambda cfg: pytest.fail("it ran"), *words)
-    said = capsys.readouterr().err
+    code = call(monkeypatch, lambda cfg: pytest.fail("it ran"), *overrides)
+    printed = capsys.readouterr().err
     assert code == 2
-    assert sentence in said
-    assert said.startswith("bev_lightning.train: ")
-    assert said.count("\n") == 1
+    assert sentence in printed
+    assert printed.startswith("bev_lightning.train: ")
+    assert printed.count("\n") == 1
     assert [path.name for path in here.iterdir()] == ["verb.py"]
 
 
@@ -187,14 +189,14 @@ def test_an_input_error_in_the_run_is_one_sentence(
     assert len(list((here / "outputs" / "train").iterdir())) == 1
 
 
-def test_a_child_of_a_distributed_run_writes_and_says_nothing(
+def test_a_child_of_a_distributed_run_writes_and_prints_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     run_dir = here / "run of rank 0"
     seen: list[DictConfig] = []
-    words = ["hardware=cpu", f'hydra.run.dir="{run_dir}"', "hydra.job.name=train_ddp_process_1"]
-    assert call(monkeypatch, seen.append, *words, "hydra.output_subdir=null") == 0
+    overrides = ["hardware=cpu", f'hydra.run.dir="{run_dir}"', "hydra.job.name=train_ddp_process_1"]
+    assert call(monkeypatch, seen.append, *overrides, "hydra.output_subdir=null") == 0
     assert seen[0].paths.run == str(run_dir)
     assert list(run_dir.iterdir()) == []
     assert capsys.readouterr().out == ""
@@ -241,9 +243,9 @@ def test_help_teaches(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(monkeypatch, lambda cfg: pytest.fail("it ran"), "--help") == 0
-    said = capsys.readouterr().out
-    assert "hardware: 1x3090, 1x4090, 1xh200, 4n1x4090, 4x3090, 4x4090, auto, cpu" in said
-    assert said.count("bev_lightning.train ") >= 6
+    printed = capsys.readouterr().out
+    assert "hardware: 1x3090, 1x4090, 1xh200, 4n1x4090, 4x3090, 4x4090, auto, cpu" in printed
+    assert printed.count("bev_lightning.train ") >= 6
 
 
 def test_a_sweep_of_distributed_jobs_finishes_in_its_own_folders(here: Path) -> None:

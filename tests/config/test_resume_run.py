@@ -10,9 +10,9 @@ from bev_lightning.config.compose import compose_job
 from bev_lightning.config.resume import find_checkpoint, find_resume, find_runs
 
 
-def write(run: Path, steps: list[int], started: str = "2026-01-01", words: tuple = ()) -> Path:
+def write(run: Path, steps: list[int], started: str = "2026-01-01", overrides: tuple = ()) -> Path:
     (run / "checkpoints").mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"started": started, "overrides": list(words)}))
+    (run / "run.json").write_text(json.dumps({"started": started, "overrides": list(overrides)}))
     for step in steps:
         content = {"weights": torch.full((4096,), float(step)), "bev_lightning": {"overrides": []}}
         torch.save(content, run / "checkpoints" / f"step_{step:06d}.ckpt")
@@ -35,21 +35,21 @@ def test_the_newest_whole_file_is_taken(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) is None
 
 
-def test_the_newest_run_with_the_same_words_is_taken(
+def test_the_newest_run_with_the_same_overrides_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "outputs" / "train"
-    words = ["seed=3", "hardware=cpu"]
-    write(runs / "a", [4], "2026-01-01T10", tuple(words))
-    write(runs / "b", [6], "2026-01-01T11", (*reversed(words), "resume=a.ckpt"))
-    write(runs / "c", [], "2026-01-01T12", tuple(words))
+    overrides = ["seed=3", "hardware=cpu"]
+    write(runs / "a", [4], "2026-01-01T10", tuple(overrides))
+    write(runs / "b", [6], "2026-01-01T11", (*reversed(overrides), "resume=a.ckpt"))
+    write(runs / "c", [], "2026-01-01T12", tuple(overrides))
     write(runs / "d", [8], "2026-01-01T13", ("seed=4", "hardware=cpu"))
     (runs / "e").mkdir()
     (runs / "e" / "run.json").write_text("{")
-    assert [run.name for run in find_runs(runs, words)] == ["c", "b", "a"]
+    assert [run.name for run in find_runs(runs, overrides)] == ["c", "b", "a"]
 
-    job, found = find_resume("train", compose_job("train", [*words, "resume=auto"]))
+    job, found = find_resume("train", compose_job("train", [*overrides, "resume=auto"]))
     path = "outputs/train/b/checkpoints/step_000006.ckpt"
     assert found == f"resume=auto: continuing from {path} (optimizer step 6)"
     assert job.cfg.resume == path and job.cfg.hydra.run.dir == "outputs/train/b"
@@ -57,7 +57,7 @@ def test_the_newest_run_with_the_same_words_is_taken(
 
     torn = runs / "b" / "checkpoints" / "step_000006.ckpt"
     torn.write_bytes(torn.read_bytes()[:3000])
-    job, found = find_resume("train", compose_job("train", [*words, "resume=auto"]))
+    job, found = find_resume("train", compose_job("train", [*overrides, "resume=auto"]))
     assert job.cfg.hydra.run.dir == "outputs/train/a"
     assert found.endswith(f"step 4); skipped as damaged: {path}")
 
@@ -70,12 +70,12 @@ def test_the_newest_run_with_the_same_words_is_taken(
 
 def test_a_given_directory_is_the_only_one(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "outputs" / "train" / "a", [4], words=("seed=3",))
-    words = ["seed=3", "resume=auto", "hydra.run.dir=mine", "init_from=weights.ckpt"]
-    job, found = find_resume("train", compose_job("train", words))
+    write(tmp_path / "outputs" / "train" / "a", [4], overrides=("seed=3",))
+    overrides = ["seed=3", "resume=auto", "hydra.run.dir=mine", "init_from=weights.ckpt"]
+    job, found = find_resume("train", compose_job("train", overrides))
     assert job.cfg.init_from == "weights.ckpt"
     assert job.cfg.resume is None and found.startswith("resume=auto: mine has no checkpoint yet")
     write(tmp_path / "mine", [2, 4])
-    job, _ = find_resume("train", compose_job("train", words))
+    job, _ = find_resume("train", compose_job("train", overrides))
     assert job.cfg.resume == "mine/checkpoints/step_000004.ckpt"
     assert job.cfg.hydra.run.dir == "mine" and job.cfg.init_from is None

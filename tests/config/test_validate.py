@@ -92,19 +92,19 @@ def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence
     models = sorted(path.stem for path in (config_dir() / "model").glob("[!_]*.yaml"))
     choices = {group: sorted(axis(group)) for group in AXES} | {"model": models}
     draw = random.Random(4)
-    told = []
+    reported = []
     for _ in range(30):
-        words = [f"{group}={draw.choice(names)}" for group, names in choices.items()]
+        overrides = [f"{group}={draw.choice(names)}" for group, names in choices.items()]
         try:
-            check_config(load_config("train", words))
+            check_config(load_config("train", overrides))
         except InputError as error:
-            assert re.search(r"; (use|set) ", str(error)) and "\n" not in str(error), words
-            told.append(str(error))
-    assert 5 < len(told) < 25 and len(set(told)) > 3
+            assert re.search(r"; (use|set) ", str(error)) and "\n" not in str(error), overrides
+            reported.append(str(error))
+    assert 5 < len(reported) < 25 and len(set(reported)) > 3
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (
             ["precision=fp8", "hardware=4x3090"],
@@ -161,9 +161,9 @@ def test_choices_of_all_axes_and_models_compose_or_are_refused_with_one_sentence
         (["init_from=a.ckpt", "resume=b.ckpt"], "init_from and resume are both set"),
     ],
 )
-def test_meaning_is_checked_without_a_machine(words: list[str], sentence: str) -> None:
+def test_meaning_is_checked_without_a_machine(overrides: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)) as refusal:
-        check_config(load_config("train", words))
+        check_config(load_config("train", overrides))
     assert "\n" not in str(refusal.value)
 
 
@@ -187,10 +187,10 @@ def test_evaluation_needs_a_checkpoint() -> None:
 
 
 def test_a_profile_that_the_machine_lacks_is_refused() -> None:
-    words = ["hardware=4x3090"]
+    overrides = ["hardware=4x3090"]
     with pytest.raises(InputError, match="needs 4 CUDA devices, this machine has 0; use hardware="):
-        check_machine(load_config("train", words), CPU)
-    check_machine(load_config("train", words), FOUR_3090)
+        check_machine(load_config("train", overrides), CPU)
+    check_machine(load_config("train", overrides), FOUR_3090)
     check_machine(load_config("train", ["hardware=1x3090"]), FOUR_3090)
     with pytest.raises(InputError, match=r"needs compute capability 8.9, the NVIDIA GeForce RTX 3"):
         check_machine(load_config("train", ["hardware=4x4090"]), FOUR_3090)
@@ -199,8 +199,8 @@ def test_a_profile_that_the_machine_lacks_is_refused() -> None:
     one = Machine(1, "NVIDIA GeForce RTX 3090", 23.6, 8.6, num_cpus=32)
     with pytest.raises(InputError, match=r"^hardware.devices=8 needs 8 .* hardware.devices=auto"):
         check_machine(load_config("train", ["hardware.devices=8"]), one)
-    for words in ([], ["hardware=cpu", "hardware.devices=2"]):
-        check_machine(load_config("train", words), CPU)
+    for overrides in ([], ["hardware=cpu", "hardware.devices=2"]):
+        check_machine(load_config("train", overrides), CPU)
 
 
 def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -208,12 +208,12 @@ def test_data_that_is_not_there_is_refused(tmp_path: Path) -> None:
         check_machine(load_config("train", ["data=nuscenes", "data.root=/nowhere"]), CPU)
     (tmp_path / "v1.0-mini").mkdir()
     (tmp_path / "v1.0-mini" / "sample.json").write_text("[]")
-    words = ["data=nuscenes", f"data.root={tmp_path}"]
+    overrides = ["data=nuscenes", f"data.root={tmp_path}"]
     with pytest.raises(
         InputError, match=r"has no tables v1.0-trainval/.*; set data.version=v1.0-mini"
     ):
-        check_machine(load_config("train", words), CPU)
-    check_machine(load_config("train", [*words, "data.version=v1.0-mini"]), CPU)
+        check_machine(load_config("train", overrides), CPU)
+    check_machine(load_config("train", [*overrides, "data.version=v1.0-mini"]), CPU)
     with pytest.raises(InputError, match=r"resume=no.ckpt does not exist"):
         check_machine(load_config("train", ["resume=no.ckpt"]), CPU)
 
@@ -266,17 +266,17 @@ def test_a_home_directory_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert plain.data.root == str(tmp_path / "x")
 
 
-def test_the_hardware_that_is_said_beats_an_experiment() -> None:
+def test_given_hardware_beats_an_experiment() -> None:
     for hardware, processes in (("cpu", 1), ("4n1x4090", 4), ("4x4090", 4), ("1x3090", 1)):
-        words = ["experiment=bevformer_base_4x24gib", f"hardware={hardware}", "precision=32"]
-        plan = plan_batch(resolve(load_config("train", words), CPU))
+        overrides = ["experiment=bevformer_base_4x24gib", f"hardware={hardware}", "precision=32"]
+        plan = plan_batch(resolve(load_config("train", overrides), CPU))
         assert plan.num_processes == processes
         assert plan.effective_batch == 2 * processes
 
 
-def test_what_is_said_stays_said() -> None:
-    words = ["hardware=cpu", "hardware.devices=2", "loader=auto", "loader.num_workers=0"]
-    plain = resolve(load_config("train", [*words, "cluster.rendezvous_s=30"]), FOUR_3090)
+def test_given_values_are_kept() -> None:
+    overrides = ["hardware=cpu", "hardware.devices=2", "loader=auto", "loader.num_workers=0"]
+    plain = resolve(load_config("train", [*overrides, "cluster.rendezvous_s=30"]), FOUR_3090)
     assert (plain.trainer.accelerator, plain.trainer.devices) == ("cpu", 2)
     strategy = plain.trainer.strategy
     assert strategy._target_.endswith(".DDPStrategy") and strategy.find_unused_parameters
@@ -301,7 +301,7 @@ def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (
             ["loader.pin_memory=banana"],
@@ -314,9 +314,9 @@ def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
         (["loader=dali_prefetch", "loader.image_queue=0"], "loader.image_queue=0 must be"),
     ],
 )
-def test_loaders_that_cannot_be(words: list[str], message: str) -> None:
+def test_loaders_that_cannot_be(overrides: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        check_config(load_config("train", words))
+        check_config(load_config("train", overrides))
 
 
 def test_every_verb_resolves() -> None:
@@ -356,8 +356,8 @@ def test_the_can_bus_is_not_augmented() -> None:
     def check_with(**changes: Any) -> None:
         cfg = published.copy()
         for key, value in changes.items():
-            place = "data.augment." if key in STILL else "model.network.encoder."
-            OmegaConf.update(cfg, place + key, value)
+            prefix = "data.augment." if key in STILL else "model.network.encoder."
+            OmegaConf.update(cfg, prefix + key, value)
         check_config(cfg)
 
     pattern = (
@@ -382,13 +382,13 @@ def test_the_can_bus_is_not_augmented() -> None:
     check_config(load_config("evaluate", ["model=bevformer_tiny", "data=nuscenes", "ckpt=a.ckpt"]))
 
 
-def test_bench_without_a_name_is_told_the_names() -> None:
+def test_bench_without_a_name_lists_the_names() -> None:
     with pytest.raises(InputError, match="give bench="):
         check_config(load_config("bench"))
 
 
-def test_compile_and_layout_are_told_where_they_do_not_work() -> None:
-    for words, sentence in (
+def test_compile_and_layout_are_refused_where_they_do_not_work() -> None:
+    for overrides, sentence in (
         (["compile=on"], "use compile=off, model or regions"),
         (["compile=regions", "strategy=fsdp"], "use compile=off with strategy=fsdp"),
         (["compile=model", "model=bevformer_small"], "gradient_checkpointing=true; set that to"),
@@ -396,7 +396,7 @@ def test_compile_and_layout_are_told_where_they_do_not_work() -> None:
         (["channels_last=true", "strategy=pipeline"], "use channels_last=auto with strategy=pip"),
     ):
         with pytest.raises(InputError, match=sentence):
-            check_config(load_config("train", words))
+            check_config(load_config("train", overrides))
     check_config(load_config("train", ["compile=off", "channels_last=false"]))
     card = Machine(num_cuda_devices=1, card="Card", memory_gib=80.0, capability=9.0)
     assert resolve(load_config("train"), card).channels_last is True

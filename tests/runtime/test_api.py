@@ -100,7 +100,7 @@ def test_a_checkpoint_opens_with_one_call(run: "bev.Run", folders: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["model=nonesuch"], "^model=nonesuch does not exist; model is one of "),
         (["data.bach_size=1"], "names no key of train; did you mean data.batch_size"),
@@ -108,9 +108,9 @@ def test_a_checkpoint_opens_with_one_call(run: "bev.Run", folders: list[str]) ->
         (["data=nuscenes", "data.root=/nowhere"], "^data.root=/nowhere does not exist"),
     ],
 )
-def test_what_is_wrong_is_refused_in_a_sentence(words: list[str], message: str) -> None:
+def test_what_is_wrong_is_refused_in_a_sentence(overrides: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        bev.load(*words)
+        bev.load(*overrides)
 
 
 def test_a_missing_checkpoint_is_refused() -> None:

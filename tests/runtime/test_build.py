@@ -16,7 +16,7 @@ from bev_lightning.runtime.build import build_module, prepare_execution
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("override", "message"),
     [
         ("optim.lr=inf", "^optim.lr=inf must be a positive number"),
         ("scheduler.start_factor=-1", "^scheduler.start_factor=-1 must be a number of at least 0"),
@@ -27,8 +27,8 @@ from bev_lightning.runtime.build import build_module, prepare_execution
         ("optim.multipliers={foo:1}", "^optim.multipliers has foo, which matches no parameter"),
     ],
 )
-def test_the_sentence_names_the_key(word: str, message: str) -> None:
-    cfg = resolve(load_config("train", ["hardware=cpu", word]), Machine(num_cpus=2))
+def test_the_sentence_names_the_key(override: str, message: str) -> None:
+    cfg = resolve(load_config("train", ["hardware=cpu", override]), Machine(num_cpus=2))
     with pytest.raises(InputError, match=message):
         build_module(cfg)
 
@@ -36,9 +36,9 @@ def test_the_sentence_names_the_key(word: str, message: str) -> None:
 def test_channels_last_changes_the_memory_alone() -> None:
     terms, modules = [], []
     for layout in ("false", "true"):
-        words = ["hardware=cpu", "model=bevfusion_toy", f"channels_last={layout}"]
+        overrides = ["hardware=cpu", "model=bevfusion_toy", f"channels_last={layout}"]
         cfg = resolve(
-            load_config("train", [*words, "model.inputs.camera.size=[64,128]"]), Machine()
+            load_config("train", [*overrides, "model.inputs.camera.size=[64,128]"]), Machine()
         )
         module = build_module(cfg)
         prepare_execution(module, cfg)
@@ -54,8 +54,8 @@ def test_channels_last_changes_the_memory_alone() -> None:
 
 
 def test_the_learning_rate_is_scaled_once() -> None:
-    words = ["hardware=cpu", "optim.lr=2e-4", "optim.scale_lr=sqrt", "optim.base_batch=8"]
-    cfg = resolve(load_config("train", [*words, "data.batch_size=2"]), Machine(num_cpus=2))
+    overrides = ["hardware=cpu", "optim.lr=2e-4", "optim.scale_lr=sqrt", "optim.base_batch=8"]
+    cfg = resolve(load_config("train", [*overrides, "data.batch_size=2"]), Machine(num_cpus=2))
     module = build_module(cfg)
     assert module.optim is not None and module.optim.lr == pytest.approx(1e-4)
     assert module.optim.scale_lr is None
@@ -85,8 +85,8 @@ def test_an_optimizer_and_a_schedule_of_torch_are_configured_by_their_target(
     for name, content in files.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(content)
-    words = ["hardware=cpu", "optim=sgd", "scheduler=step"]
-    composed = compose_job("train", words, str(tmp_path)).cfg
+    overrides = ["hardware=cpu", "optim=sgd", "scheduler=step"]
+    composed = compose_job("train", overrides, str(tmp_path)).cfg
     check_config(composed)
     module = build_module(resolve(composed, Machine(num_cpus=2)))
     assert module.optim is not None
