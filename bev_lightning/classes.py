@@ -120,7 +120,7 @@ def map_detection_names(
 
     Args:
         classes: names of a model's classes.
-        detection_names: detection class of own classes; the nuScenes names stand for themselves.
+        detection_names: detection class of own classes; a nuScenes name maps to itself.
 
     Returns:
         detection class by class; without the classes that have none.

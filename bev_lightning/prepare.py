@@ -1,9 +1,8 @@
-"""``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``: make the index of a
-data set, with ``data/gt_sampling=published`` the ground-truth database too, and report what they
-hold.
+"""Builds the index of a data set and reports its contents.
 
-Training makes both itself where they are absent; this shows first what there is. Killed and started
-again, it goes on where it was.
+``python -m bev_lightning.prepare data=nuscenes data.root=R data.version=V``; with
+``data/gt_sampling=published`` it builds the ground-truth database too. Training builds both where
+they are absent. A killed run resumes when it is started again.
 """
 
 from omegaconf import DictConfig
@@ -14,7 +13,7 @@ from bev_lightning.config.run_directory import write_json
 
 @entry("prepare")
 def main(cfg: DictConfig) -> None:
-    """Make the data set (``data=synthetic``) and its index, print the report and write
+    """Build the index (and the data set of ``data=synthetic``), print a report and write
     prepare.json."""
     import time
     from pathlib import Path
@@ -23,7 +22,7 @@ def main(cfg: DictConfig) -> None:
     from bev_lightning.data.nuscenes.report import make_report
     from bev_lightning.runtime.build import build_data
 
-    # Whole, so that what the model reads and how it is loaded are checked as a run would.
+    # The complete datamodule, so that a run's checks of inputs and loader are made here too.
     data = build_data(cfg)
     times = [time.perf_counter()]
     index = data.open_index()

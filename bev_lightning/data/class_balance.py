@@ -1,5 +1,4 @@
-"""What the training samples hold, and how often each is seen: class-balanced grouping and sampling
-(CBGS, Zhu et al. 2019, section 3.1)."""
+"""Class-balanced grouping and sampling (CBGS, Zhu et al. 2019, section 3.1), and box counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ _STREAM = 3  # of random numbers
 
 @dataclass(frozen=True)
 class BoxCounts:
-    """The targets of N samples, by class.
+    """Numbers of training boxes of N samples, by class.
 
     Attributes:
         classes: K names.
@@ -25,32 +24,32 @@ class BoxCounts:
     num_boxes: np.ndarray
     num_unknown_velocity: int
 
-    def sentences(self) -> list[str]:
-        """What one should know before training on it, a sentence each; none if all is well."""
-        total, said = int(self.num_boxes.sum()), []
+    def warnings(self) -> list[str]:
+        """Warnings about classes without boxes and boxes without velocity."""
+        total, messages = int(self.num_boxes.sum()), []
         if total == 0:
-            said.append(
-                f"none of the {len(self.num_boxes)} training samples has a box to train on: the "
-                f"model learns background alone (see data.classes, data.min_points)"
+            messages.append(
+                f"none of the {len(self.num_boxes)} training samples has a box to train on: check "
+                f"data.classes and data.min_points"
             )
-            return said
+            return messages
         absent = [
             name for name, num in zip(self.classes, self.num_boxes.sum(0), strict=True) if not num
         ]
         if absent:
-            said.append(f"no training sample has a box of {', '.join(absent)} to train on")
+            messages.append(f"no training sample has a box of {', '.join(absent)} to train on")
         if self.num_unknown_velocity:
-            said.append(
+            messages.append(
                 f"training boxes without a known velocity, which is left out of their loss: "
                 f"{self.num_unknown_velocity} of {total}"
             )
-        return said
+        return messages
 
 
 def count_boxes(
     index: SampleIndex, tokens: Sequence[str], classes: Sequence[str], min_points: int
 ) -> BoxCounts:
-    """Count what the samples hold, one pass over the index."""
+    """Count the boxes of the samples that are trained on."""
     numbers = {name: label for label, name in enumerate(classes)}
     num_boxes = np.zeros((len(tokens), len(classes)), np.int64)
     unknown = 0
@@ -64,12 +63,15 @@ def count_boxes(
 
 
 def balance(counts: BoxCounts, seed: int) -> list[int]:
-    """Rows of the samples, drawn so that each class is met as often as the others.
+    """Resample the samples so that all classes occur about equally often.
 
-    For each class as many samples that hold it are drawn, with replacement, as all classes have on
-    average; a sample counts once for every class in it. The result is longer than the split (4.4
-    times on nuScenes) and leaves out samples without boxes, as published. Classes that no sample
-    holds take no part; where there are none at all, the split stays as it is.
+    For each class the same number of samples that contain it are drawn, with replacement: the
+    average over all classes. As published, the result is longer than the split (4.4 times on
+    nuScenes) and leaves out samples without boxes. Classes without samples are ignored; if there is
+    no class at all, the split is unchanged.
+
+    Returns:
+        rows of the samples.
     """
     has = counts.num_boxes > 0
     present = [np.flatnonzero(column) for column in has.T if column.any()]

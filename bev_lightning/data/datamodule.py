@@ -376,7 +376,7 @@ class DetectionDataModule(LightningDataModule):
                 )
         source = self._source(self.train_split, self.inputs, self.augment, gt_sampler=gt_sampler)
         counts = count_boxes(index, source.tokens, self.classes, self.min_points)
-        for sentence in counts.sentences():
+        for sentence in counts.warnings():
             rank_zero_warn(sentence)
         if self.cbgs:
             rows = balance(counts, self.seed)

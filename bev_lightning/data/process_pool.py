@@ -1,4 +1,4 @@
-"""Work shared out to processes."""
+"""Distributes jobs to worker processes."""
 
 import gc
 import multiprocessing
@@ -23,10 +23,10 @@ _function: Callable[[Any], Any]  # of a worker
 def map_in_processes(
     function: Callable[[_Job], _Result], jobs: Sequence[_Job], num_workers: int
 ) -> Iterator[_Result]:
-    """Results in the order of the jobs, whoever made them; this process alone where it may start no
-    others.
+    """Map a function over jobs in spawned processes; results come in the order of the jobs.
 
-    The function is sent to each process once, so that it may be a partial with much in it.
+    The function is sent to each process once, so that it may be a partial with large arguments. A
+    process that cannot start others runs the jobs itself.
 
     Raises:
         InputError: the system killed a process.
@@ -51,31 +51,31 @@ def map_in_processes(
         yield from pool.map(_call, jobs)
     except BrokenProcessPool:
         raise InputError(
-            f"one of {num_workers} processes was killed, perhaps for want of memory: set a "
-            f"smaller data.num_workers and start again, which goes on where this stopped"
+            f"one of {num_workers} processes was killed, perhaps for lack of memory: set a smaller "
+            f"data.num_workers and start again; finished parts are kept"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def prepare_worker(worker: int) -> None:
-    """What a forked worker does first: nothing inherited is collected, torch has one thread, and
-    there is no ear for signals but its parent's.
+    """Initialise a forked worker: freeze inherited objects, one torch thread, and ignore signals
+    that do not come from its parent.
 
-    A terminal and a scheduler send theirs to all processes of a job. The workers have to read on
-    until the training has come to the end of its step, and end with it.
+    A terminal and a scheduler signal all processes of a job. The workers have to keep loading until
+    the training has finished its step, and end with it.
     """
-    import torch  # late: those who make scenes do without
+    import torch  # late: processes that render scenes do not need it
 
-    # What was inherited is not this process' to destroy: a DALI pipeline that awaits collection
-    # would wait here for threads that only its own process has.
+    # Inherited objects must not be destroyed here: a DALI pipeline awaiting collection would wait
+    # for threads that only its own process has.
     gc.freeze()
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     if parent is None:
         return
-    for one in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
@@ -89,8 +89,7 @@ def prepare_worker(worker: int) -> None:
 def _start_worker(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
-    # There are as many processes as cores: libraries that start threads of their own would wait for
-    # each other most of the time.
+    # There are as many processes as cores: more threads would only compete with each other.
     os.environ["OMP_NUM_THREADS"] = "1"
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
@@ -102,7 +101,7 @@ def _call(job: Any) -> Any:
 
 
 def _die_with_parent() -> None:
-    """A pool's processes outlive a parent that was killed, waiting for work for ever."""
+    """Exit when the parent dies: a pool's processes would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Work in parts that a kill does not undo: each part is a file until the whole is made of them."""
+"""Builds a file from parts, each a file of its own, so that a killed build can be resumed."""
 
 import contextlib
 import os
@@ -21,20 +21,20 @@ _LEAST_PARTS_PER_PROCESS = 4
 
 
 def open_parts(path: Path, stamp: str, alone: bool) -> Path:
-    """The folder where the parts of a file are kept until it is whole.
+    """Open the folder of the parts of a file that is being built.
 
     Args:
-        path: the file that is being made.
-        stamp: of what it is made from; parts of any other are removed.
-        alone: whether no other process makes the file at this time. Where that is not known, the
-            folder is this process's own, and is not found again after a kill.
+        path: the file to build.
+        stamp: hash of its sources; parts of other sources are removed.
+        alone: whether no other process builds the file now. Otherwise the folder is private to this
+            process and not reused after a kill.
     """
-    every = path.with_suffix(".parts")
+    root = path.with_suffix(".parts")
     if not alone:
-        every.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(dir=every))
-    folder = every / stamp[:16]
-    for other in every.glob("*"):
+        root.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(dir=root))
+    folder = root / stamp[:16]
+    for other in root.glob("*"):
         if other != folder:
             shutil.rmtree(other)
     folder.mkdir(parents=True, exist_ok=True)
@@ -42,10 +42,10 @@ def open_parts(path: Path, stamp: str, alone: bool) -> Path:
 
 
 def close_parts(folder: Path, whole: Path, path: Path) -> None:
-    """Put the whole file in its place and remove the parts that it was made of."""
+    """Rename the complete file to ``path`` and remove the folder of its parts."""
     os.replace(whole, path)
     shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # another process may be at work beside
+    with contextlib.suppress(OSError):  # another process may still use it
         folder.parent.rmdir()
 
 
@@ -55,15 +55,15 @@ def make_parts(
     num_workers: int,
     what: str,
 ) -> None:
-    """Write the result of each job to its Arrow file, unless the file is there.
+    """Write the result of each job to its Arrow file, unless the file exists.
 
-    Files appear whole or not at all: after a kill what was finished is kept.
+    Files are written atomically: after a kill, finished parts are kept.
 
     Args:
-        function: the same batch for the same job whenever it is called.
+        function: maps a job to a record batch, deterministically.
         jobs: by file.
         num_workers: processes.
-        what: is being done, for the progress bar.
+        what: label of the progress bar.
     """
     missing = [(path, job) for path, job in jobs.items() if not path.exists()]
     done = len(jobs) - len(missing)
@@ -74,18 +74,18 @@ def make_parts(
 
 
 def write_part(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
-    """An Arrow file, whole or not at all."""
+    """Write an Arrow file atomically."""
     with replace_file(path) as file, pa.ipc.new_file(file, batches[0].schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
 
 
 def read_part(path: Path) -> list[pa.RecordBatch]:
-    """The memory-mapped batches of an Arrow file."""
+    """Memory-map the record batches of an Arrow file."""
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
     return [reader.get_batch(number) for number in range(reader.num_record_batches)]
 
 
 def _make_part(function: Callable[[Any], pa.RecordBatch], job: tuple[Path, Any]) -> None:
-    path, what = job
-    write_part(path, [function(what)])
+    path, argument = job
+    write_part(path, [function(argument)])

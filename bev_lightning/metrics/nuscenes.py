@@ -6,7 +6,6 @@ ground truth; on an official split the numbers are equal.
 Metric: Caesar et al., nuScenes, CVPR 2020, section 3.1.
 """
 
-import logging
 import math
 import statistics
 import warnings
@@ -15,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from bev_lightning.classes import ATTRIBUTES, BICYCLE_RACK, DETECTION_CLASSES, map_detection_names
 from bev_lightning.errors import InputError
 from bev_lightning.metrics.submission import Entry, clean
 from bev_lightning.structures.ground_truth import GroundTruth
-
-logger = logging.getLogger(__name__)
 
 ERRORS = {
     "trans_err": "ATE",
@@ -142,10 +141,9 @@ class NuScenesEvaluator:
                 f"model.evaluator.detection_names, or set model.evaluator=null"
             )
         if left_out:
-            logger.warning(
-                "the nuScenes metric leaves out %s: map them in model.evaluator.detection_names to "
-                "score them",
-                ", ".join(left_out),
+            rank_zero_warn(
+                f"the nuScenes metric leaves out {', '.join(left_out)}: map them in "
+                f"model.evaluator.detection_names to score them"
             )
 
     def evaluate(

@@ -1,4 +1,4 @@
-"""Boxes in the nuScenes submission format: global frame, quaternions, attribute names.
+"""Converts boxes to the nuScenes submission format, and reads and writes submission files.
 
 The format is that of https://www.nuscenes.org/object-detection; conversion and attribute rule are
 those of ``NuScenesDataset._format_bbox`` in mmdetection3d 0.17, on which the published models were
@@ -40,7 +40,7 @@ _LENGTHS = {"translation": 3, "size": 3, "rotation": 4, "velocity": 2}
 
 @dataclass(frozen=True)
 class Refused:
-    """Boxes that the official evaluation would stop at.
+    """Numbers of boxes that the official evaluation does not accept.
 
     Attributes:
         invalid: boxes with NaN, infinity or a size of zero or less.
@@ -52,7 +52,7 @@ class Refused:
 
 
 def attribute_of(name: str, speed: float) -> str:
-    """Attribute guessed from class and speed [m/s]; empty for classes that have none."""
+    """Attribute by class and speed [m/s], as published; empty for classes that have none."""
     return (MOVING_ATTRIBUTE if speed > MOVING_SPEED else STILL_ATTRIBUTE).get(name, "")
 
 
@@ -123,10 +123,10 @@ def to_entries(
 
 
 def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
-    """Leave out what the official evaluation stops at; the log says so once for the same findings.
+    """Remove boxes that the official evaluation does not accept, with a warning.
 
-    Boxes with NaN, infinity or a size of zero or less go; of the others the 500 with the highest
-    score stay in each sample, in their old order.
+    These are boxes with NaN, infinity or a size of zero or less; of the others all but the 500 with
+    the highest score of each sample. The order stays.
     """
     cleaned: Entries = {}
     invalid = over_limit = 0
@@ -143,12 +143,12 @@ def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
             kept = [kept[i] for i in sorted(order[:MAX_BOXES_PER_SAMPLE])]
         cleaned[token] = kept
     if invalid:
-        _say_once(
+        _warn_once(
             f"{invalid} predicted boxes hold NaN or infinity or have no extent and were left out "
             f"(first in sample {first_invalid})"
         )
     if over_limit:
-        _say_once(
+        _warn_once(
             f"{over_limit} predicted boxes were left out: nuScenes allows "
             f"{MAX_BOXES_PER_SAMPLE} boxes a sample and those of highest score were kept "
             f"(first in sample {first_over})"
@@ -159,10 +159,10 @@ def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
 def write_submission(
     path: Path, results: Mapping[str, Sequence[Entry]], meta: Mapping[str, bool]
 ) -> Path:
-    """Write the submission JSON after :func:`clean`; whole or not at all.
+    """Write the submission JSON after :func:`clean`, atomically.
 
     Args:
-        path: file to write; its folder is made.
+        path: file to write; its folder is created.
         results: sample token -> entries, an empty list for samples without predictions.
         meta: ``use_camera``, ``use_lidar``, ``use_radar``, ``use_map``, ``use_external``; those
             left out are written as false.
@@ -171,18 +171,22 @@ def write_submission(
     names = ("use_camera", "use_lidar", "use_radar", "use_map", "use_external")
     content = {"meta": {name: bool(meta.get(name, False)) for name in names}, "results": cleaned}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(content, allow_nan=False))
-    os.replace(unfinished, path)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, allow_nan=False))
+    os.replace(temporary, path)
     return path
 
 
 def read_submission(path: Path, classes: Sequence[str] = ()) -> Entries:
-    """The entries of a nuScenes submission file; NaN and infinity pass, :func:`clean` counts them.
+    """Read a nuScenes submission file; NaN and infinity are left to :func:`clean`.
+
+    Args:
+        path: the JSON file.
+        classes: own class names that it may contain.
 
     Raises:
-        InputError: the file is missing, is no JSON or no submission, or a box lacks a field or has
-            a value that the format does not know; names sample and field.
+        InputError: the file is missing or no submission, or a box lacks a field or has an invalid
+            value.
     """
     try:
         results: Entries = json.loads(path.read_text())["results"]
@@ -206,7 +210,7 @@ def read_submission(path: Path, classes: Sequence[str] = ()) -> Entries:
 
 
 def _find_fault(token: str, entry: Any, classes: Sequence[str]) -> str:
-    """What is wrong with the fields of a box, empty where nothing is."""
+    """The first invalid field of a box, as text; empty if all are valid."""
     if not isinstance(entry, dict):
         return f"that is {json.dumps(entry)[:40]} and no object"
     known = ("sample_token", *_LENGTHS, "detection_score", "detection_name", "attribute_name")
@@ -243,8 +247,8 @@ def _is_valid(entry: Entry) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _say_once(sentence: str) -> None:
-    logger.warning(sentence)
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _rotation_to_quaternion(rotation: Tensor) -> Tensor:

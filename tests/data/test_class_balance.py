@@ -25,13 +25,13 @@ def test_census_counts_what_trains(make_tree, tmp_path: Path) -> None:
     counts = count_boxes(index, index.tokens, CLASSES, min_points=1)
     assert counts.num_boxes.tolist() == [[1, 0, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
     assert counts.num_unknown_velocity == 4  # each box is the only one of its track
-    assert counts.sentences() == [
+    assert counts.warnings() == [
         "no training sample has a box of truck, barrier to train on",
         "training boxes without a known velocity, which is left out of their loss: 4 of 4",
     ]
     assert count_boxes(index, index.tokens, CLASSES, 0).num_boxes[0].tolist() == [1, 0, 1, 1]
     empty = count_boxes(index, index.tokens, ("bus",), 1)
-    assert len(empty.sentences()) == 1 and "background alone" in empty.sentences()[0]
+    assert len(empty.warnings()) == 1 and "background alone" in empty.warnings()[0]
     assert balance(empty, 0) == [0, 1, 2]
 
 
@@ -47,13 +47,13 @@ def test_rare_classes_are_met_as_often_as_common_ones() -> None:
     assert chosen == balance(counts_of(rows), seed=1) != balance(counts_of(rows), seed=2)
 
 
-def test_repeated_samples_are_augmented_anew(make_tree, tmp_path: Path) -> None:
+def test_repeated_samples_are_augmented_independently(make_tree, tmp_path: Path) -> None:
     index = open_index(make_tree(), "v1.0-mini", tmp_path / "cache")
     frames = FrameSource(index, index.tokens, INPUTS, CLASSES, augment=Augment(), seed=1)
     again = frames.with_tokens([frames.tokens[2]] * 3 + [frames.tokens[1]])
     assert len(again) == 4 and len(frames) == 5
     sampler = TrainSampler(len(again), 4, seed=1, shuffle=False)
-    drawn = [again.frame(*place) for place in sampler.batch(0)]
+    drawn = [again.frame(*item) for item in sampler.batch(0)]
     assert [f.sample_token for f in drawn[:3]] == [frames.tokens[2]] * 3
     matrices = np.stack([f.lidar[0].lidar_from_sweep for f in drawn[:3]])
     assert len(np.unique(matrices[:, 0, 0])) == 3

@@ -33,34 +33,34 @@ def test_only_its_parent_ends_a_worker() -> None:
 
 
 class Cycle:
-    """Destroyed by the collector alone; tells in which process."""
+    """A reference cycle; records the process in which it is collected."""
 
-    def __init__(self, told: list[int]) -> None:
-        self.itself, self.told = self, told
+    def __init__(self, deleted_in: list[int]) -> None:
+        self.itself, self.deleted_in = self, deleted_in
 
     def __del__(self) -> None:
-        self.told.append(os.getpid())
+        self.deleted_in.append(os.getpid())
 
 
-def collect(pipe, told: list[int]) -> None:
+def collect(pipe, deleted_in: list[int]) -> None:
     prepare_worker(0)
     gc.collect()
-    pipe.send(told)
+    pipe.send(deleted_in)
 
 
 def test_a_worker_destroys_nothing_that_it_inherited() -> None:
     """A DALI pipeline would wait for its threads, which were not forked, and with it the loader."""
-    told: list[int] = []
+    deleted_in: list[int] = []
     gc.disable()
     try:
-        Cycle(told)
+        Cycle(deleted_in)
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        worker = context.Process(target=collect, args=(theirs, told))
+        worker = context.Process(target=collect, args=(theirs, deleted_in))
         worker.start()
         assert ours.poll(60) and ours.recv() == []
         worker.join()
     finally:
         gc.enable()
     gc.collect()
-    assert told == [os.getpid()]
+    assert deleted_in == [os.getpid()]

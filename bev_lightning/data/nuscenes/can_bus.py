@@ -1,4 +1,4 @@
-"""The ego's motion: as its CAN bus measured it, or derived from its poses."""
+"""Ego motion: read from CAN bus files, or derived from the ego poses."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,10 @@ _GRAVITY = 9.81
 
 @dataclass(frozen=True)
 class Messages:
-    """The pose messages of a scene.
+    """CAN bus pose messages of a scene.
 
     Attributes:
-        timestamp: ``(M,)`` int64 [microseconds], as they follow each other in the file.
+        timestamp: ``(M,)`` int64 [microseconds], in the order of the file.
         motion: ``(M, 9)`` acceleration [m/s^2], rotation rate [rad/s], velocity [m/s].
     """
 
@@ -27,8 +27,7 @@ class Messages:
 
 
 def read_can_bus(path: Path) -> Messages | None:
-    """The messages of a file; None where it is absent or empty. Raises InputError on a broken
-    one."""
+    """Read a CAN bus pose file; None if absent or empty. Raises InputError if it is broken."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -49,15 +48,18 @@ def read_can_bus(path: Path) -> Messages | None:
 
 
 def measure_motion(messages: Messages, timestamps: np.ndarray) -> np.ndarray:
-    """Motion ``(T, 9)`` at ``timestamps`` ``(T,)`` [microseconds], taken as the published BEVFormer
-    takes it: from the first message AFTER the key frame (the last one where there is none)."""
+    """Measured motion ``(T, 9)`` at ``timestamps`` ``(T,)`` [microseconds].
+
+    As in the published BEVFormer, it is that of the first message AFTER the key frame (of the last
+    message where there is none).
+    """
     later = messages.timestamp[None] > timestamps[:, None]
     rows = np.where(later.any(axis=1), later.argmax(axis=1), len(messages.timestamp) - 1)
     return messages.motion[rows]
 
 
 def derive_motion(poses: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """What a CAN bus would read, from ego poses ``(T, 7)`` at ``times`` ``(T,)`` [s].
+    """Derive CAN bus motion from ego poses ``(T, 7)`` at ``times`` ``(T,)`` [s].
 
     Returns:
         ``(T, 9)`` acceleration with gravity [m/s^2], rotation rate [rad/s] and velocity [m/s] in
@@ -79,8 +81,10 @@ def derive_motion(poses: np.ndarray, times: np.ndarray) -> np.ndarray:
 
 
 def can_bus_vectors(poses: np.ndarray, motion: np.ndarray) -> np.ndarray:
-    """``(T, 18)`` as :attr:`bev_lightning.data.nuscenes.sample.Sample.can_bus` lays it out, of
-    poses ``(T, 7)`` and motion ``(T, 9)``."""
+    """CAN bus vectors ``(T, 18)`` of poses ``(T, 7)`` and motion ``(T, 9)``.
+
+    Layout: :attr:`bev_lightning.data.nuscenes.sample.Sample.can_bus`.
+    """
     rotation = _rotations(poses)
     yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0]) % (2 * np.pi)
     columns = [poses[:, :3], np.repeat(poses[:, 3:4], 4, axis=1), motion]
@@ -88,5 +92,5 @@ def can_bus_vectors(poses: np.ndarray, motion: np.ndarray) -> np.ndarray:
 
 
 def _rotations(poses: np.ndarray) -> np.ndarray:
-    # Not by our own geometry: torch takes seconds to import in each process that reads tables.
+    # Not by structures.geometry: importing torch takes seconds in each process that reads tables.
     return Rotation.from_quat(poses[:, [4, 5, 6, 3]]).as_matrix()

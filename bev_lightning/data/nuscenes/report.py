@@ -1,5 +1,4 @@
-"""What a data set holds, counted, and which of its files cannot be used: the report of
-``prepare``."""
+"""Counts scenes, boxes and files of a data set, and finds corrupt files."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from bev_lightning.data.process_pool import map_in_processes
 from bev_lightning.data.resumable_jobs import read_part
 from bev_lightning.progress import track
 
-if TYPE_CHECKING:  # the index imports torch, which the processes that check files do without
+if TYPE_CHECKING:  # the index imports torch, which processes that check files do not need
     from bev_lightning.data.nuscenes.index import Index
 
 _SHOWN = 5
@@ -25,7 +24,7 @@ _LEAST_BATCHES_PER_PROCESS = 4
 
 @dataclass
 class Files:
-    """Files of one sensor: what the tables name, how many are missing, how many are corrupt."""
+    """Numbers of files of one sensor: in the tables, missing and corrupt."""
 
     key_frames: int = 0
     missing_key_frames: int = 0
@@ -40,7 +39,7 @@ class Counts:
     """Sums over samples; the attributes are those of :class:`Report`.
 
     Attributes:
-        boxes: of each class, and of everything else under the empty name.
+        boxes: of each class; of all other boxes under the empty name.
         corrupt: reason by path.
     """
 
@@ -60,17 +59,16 @@ class Report:
 
     Attributes:
         root, version, index: of the data set and its index file.
-        num_scenes, num_samples, num_boxes: in all; boxes of the detection classes and others.
+        num_scenes, num_samples, num_boxes: totals; boxes of any category.
         samples_per_split: of every split that has scenes here.
-        boxes_per_class: of the detection classes asked for, 0 included.
-        num_other_boxes: boxes of categories or classes not asked for.
-        num_zero_point_boxes: boxes of the classes without lidar and radar points, which neither
-            train nor count.
-        num_nan_velocities: boxes of the classes whose velocity is unknown, which do not train
-            velocity.
+        boxes_per_class: boxes of each class of the model.
+        num_other_boxes: boxes of other classes or of none.
+        num_zero_point_boxes: boxes of the classes without lidar and radar points, which are
+            neither trained on nor evaluated.
+        num_nan_velocities: boxes of the classes with unknown velocity, which is not trained on.
         num_samples_without_boxes: samples without a box of the classes.
         files: per sensor.
-        corrupt_files: reason by path: empty, cut, of another size than the tables say.
+        corrupt_files: reason by path: empty, truncated, or not of the size in the tables.
         scenes_without_can_bus: scenes whose ego motion comes from the ego poses.
     """
 
@@ -95,7 +93,7 @@ class Report:
         return asdict(self)
 
     def to_text(self) -> str:
-        """A table for people."""
+        """A text table."""
         corrupt = [f"{path}: {reason}" for path, reason in self.corrupt_files.items()]
         rows = [
             ("data set", f"{self.version} at {self.root}"),
@@ -119,11 +117,11 @@ class Report:
 
 
 def make_report(index: "Index", classes: Sequence[str], num_workers: int = 0) -> Report:
-    """Count what the index holds and look into every file that it names, as they are now.
+    """Count scenes, boxes and files, and check every file that the index refers to.
 
     Args:
         index: of the data set.
-        classes: detection classes to count.
+        classes: classes to count.
         num_workers: processes.
     """
     count = partial(
@@ -161,34 +159,34 @@ def _count(
     classes: Sequence[str],
     number: int,
 ) -> Counts:
-    """One batch of the index, by its columns."""
+    """Count a record batch of the index, column by column."""
     batch = read_part(path)[number]
     counts = Counts(num_samples=batch.num_rows)
     counts.num_scenes = len(batch.column("scene_token").unique())
     names = np.array([name if name in classes else "" for name in category_classes], object)
     class_of_box = names[_values(batch, "annotations.category")]
-    ours = (class_of_box != "").astype(bool)
+    counted = (class_of_box != "").astype(bool)
     counts.boxes = {name: int((class_of_box == name).sum()) for name in {*names.tolist(), ""}}
     points = _values(batch, "annotations.num_lidar_pts", "annotations.num_radar_pts")
-    counts.num_zero_point_boxes = int((ours & (points == 0)).sum())
+    counts.num_zero_point_boxes = int((counted & (points == 0)).sum())
     velocity = batch.column("annotations.velocity").values.values.to_numpy().reshape(-1, 3)
-    counts.num_nan_velocities = int((ours & np.isnan(velocity[:, :2]).any(axis=1)).sum())
+    counts.num_nan_velocities = int((counted & np.isnan(velocity[:, :2]).any(axis=1)).sum())
     starts = batch.column("annotations.category").offsets.to_numpy()
-    own = np.concatenate([[0], np.cumsum(ours)])
+    own = np.concatenate([[0], np.cumsum(counted)])
     counts.num_samples_without_boxes = int((own[starts[1:]] == own[starts[:-1]]).sum())
 
     counts.files = {channel: Files() for channel in channels}
     paths = batch.column("readings.path").values.to_pylist()
     sizes = batch.column("readings.size").values.values.to_numpy().reshape(-1, 2).tolist()
-    lanes = _values(batch, "readings.channel").tolist()
+    sensors = _values(batch, "readings.channel").tolist()
     sweep = _values(batch, "readings.depth") > 0
     seen: set[str] = set()
-    # Key frames first: going back from one key frame, the one before is met among the sweeps.
+    # Key frames first: the previous key frame is also among the sweeps of the next.
     for row in np.argsort(sweep, kind="stable").tolist():
         if paths[row] in seen:
             continue
         seen.add(paths[row])
-        files, kind = counts.files[channels[lanes[row]]], "sweeps" if sweep[row] else "key_frames"
+        files, kind = counts.files[channels[sensors[row]]], "sweeps" if sweep[row] else "key_frames"
         height, width = sizes[row]
         fault = find_fault(root / paths[row], (height, width))
         setattr(files, kind, getattr(files, kind) + 1)
@@ -201,7 +199,7 @@ def _count(
 
 
 def _values(batch: pa.RecordBatch, *names: str) -> np.ndarray:
-    """The numbers in lists of a batch; of several columns the sum."""
+    """The flattened values of list columns; of several columns the sum."""
     return np.sum([batch.column(name).values.to_numpy() for name in names], axis=0)
 
 
@@ -236,5 +234,5 @@ def _describe(files: Files) -> str:
 
 
 def _bad(missing: int, corrupt: int) -> str:
-    found = [f"{num} {word}" for num, word in ((missing, "missing"), (corrupt, "corrupt")) if num]
+    found = [f"{num} {kind}" for num, kind in ((missing, "missing"), (corrupt, "corrupt")) if num]
     return f" ({', '.join(found)})" if found else ""

@@ -1,5 +1,4 @@
-"""Sensor files as nuScenes stores them. What cannot be used ends in a sentence with path and
-size."""
+"""Reads and checks sensor files of nuScenes; errors name path and size."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,16 +23,16 @@ _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SCAN = 0xDA
 
 
-# A disk or a transfer that lost a block leaves zeros in its place. Decoders make grey of them
-# without a word; what a picture is coded with does not hold so many.
+# A disk or a transfer that loses a block leaves zeros. Decoders show them as grey without an error;
+# valid JPEG data does not contain that many.
 _HOLE = bytes(4096)
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 def find_fault(path: Path, size: tuple[int, int]) -> str:
-    """What is wrong with a sensor file as far as its ends tell: ``missing``, a reason, or nothing.
+    """Check a sensor file without decoding it: ``missing``, the fault, or empty if it looks valid.
 
-    Reads a few bytes of images and lidar files, so that a whole data set can be gone through.
+    Reads only a few bytes of images and lidar files, so that whole data sets can be checked.
 
     Args:
         path: an image (jpg, png), a lidar file (.pcd.bin) or a radar file (.pcd).
@@ -59,12 +58,12 @@ def find_fault(path: Path, size: tuple[int, int]) -> str:
     if not tail.endswith(_ENDS[str(image.format)]):
         return f"{num_bytes} bytes, the end of the {image.format} is missing"
     if (image.height, image.width) != size:
-        return f"{image.width}x{image.height} pixels, the tables say {size[1]}x{size[0]}"
+        return f"{image.width}x{image.height} pixels, but {size[1]}x{size[0]} in the tables"
     return ""
 
 
 def load_lidar_file(path: Path) -> np.ndarray:
-    """``(P, 5)`` float32 as stored: x, y, z [m], intensity 0..255, ring.
+    """Read a lidar file: ``(P, 5)`` float32 x, y, z [m], intensity 0..255, ring.
 
     Raises:
         InputError: absent, empty, or no multiple of 20 bytes.
@@ -74,11 +73,10 @@ def load_lidar_file(path: Path) -> np.ndarray:
         what = (
             "is empty"
             if not content
-            else "is cut: its length is no multiple of 5 floats (20 bytes)"
+            else "is truncated: its length is no multiple of 5 floats (20 bytes)"
         )
         raise InputError(
-            f"the lidar file {path} ({len(content)} bytes) {what}; replace it, or leave such "
-            f"samples out with "
+            f"the lidar file {path} ({len(content)} bytes) {what}: replace it, or set "
             f"data.on_missing=skip"
         )
     return np.frombuffer(content, np.float32).reshape(-1, 5)
@@ -93,25 +91,26 @@ def read_lidar_file(path: Path) -> np.ndarray:
     points = load_lidar_file(path)
     if not points.any():
         raise InputError(
-            f"the lidar file {path} ({points.nbytes} bytes) holds zeros alone; replace it, or "
-            f"leave such samples out with data.on_missing=skip"
+            f"the lidar file {path} ({points.nbytes} bytes) holds only zeros: replace it, or "
+            f"set data.on_missing=skip"
         )
     bad = int((~np.isfinite(points)).any(axis=1).sum())
     if bad:
         raise InputError(
             f"the lidar file {path} ({points.nbytes} bytes) holds NaN or infinity in {bad} of "
-            f"{len(points)} points; "
-            f"replace it, or leave such samples out with data.on_missing=skip"
+            f"{len(points)} points: "
+            f"replace it, or set data.on_missing=skip"
         )
     return points
 
 
 def read_radar_file(path: Path) -> np.ndarray:
-    """All returns of nuScenes' binary .pcd as a structured array with the header's field names;
-    empty where the first return is NaN, by which nuScenes marks an empty file.
+    """Read the returns of a binary .pcd as a structured array with the header's field names.
+
+    It is empty where the first return is NaN, by which nuScenes marks an empty file.
 
     Raises:
-        InputError: absent, another format, or shorter than its header says.
+        InputError: absent, of another format, or shorter than its header requires.
     """
     content = read_bytes(path, "radar file")
     try:
@@ -140,8 +139,8 @@ def read_radar_file(path: Path) -> np.ndarray:
     except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
         raise InputError(
             f"the radar file {path} ({len(content)} bytes) is not a whole binary .pcd of nuScenes "
-            f"({describe(error)}); "
-            f"replace it, or leave such samples out with data.on_missing=skip"
+            f"({describe(error)}): "
+            f"replace it, or set data.on_missing=skip"
         ) from None
     if num and any(np.isnan(returns[name][0]) for name in floats):
         return returns[:0]
@@ -149,7 +148,7 @@ def read_radar_file(path: Path) -> np.ndarray:
 
 
 def is_whole_jpeg(content: bytes, size: tuple[int, int]) -> bool:
-    """Whether the bytes look like a complete JPEG of this height and width."""
+    """Whether the bytes are a complete JPEG of this height and width, judged by its markers."""
     found = None
     for marker, begin, end in _segments(content):
         if marker in _FRAME_HEADERS:
@@ -164,25 +163,23 @@ def is_whole_jpeg(content: bytes, size: tuple[int, int]) -> bool:
 
 
 def check_holes(path: Path, content: bytes) -> None:
-    """Refuse a JPEG with a block of zeros before its end. Raises InputError."""
+    """Check a JPEG for a lost block, i.e. a run of zeros. Raises InputError."""
     end = content.rfind(_ENDS["JPEG"])
     hole = content.find(_HOLE, 0, end if end >= 0 else len(content))
     if content[:2] == b"\xff\xd8" and hole >= 0:
         raise InputError(
             f"the image {path} ({len(content)} bytes) has {len(_HOLE)} zero bytes in a row at byte "
-            f"{hole}, where a block was lost: replace it, or leave such samples out with "
-            f"data.on_missing=skip"
+            f"{hole}, where a block was lost: replace it, or set data.on_missing=skip"
         )
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
-    """A whole file. Raises InputError, which calls it a ``kind``, where it cannot be read."""
+    """Read a whole file. Raises InputError, which calls it a ``kind``, if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise InputError(
-            f"the {kind} {path} cannot be read ({error.strerror}): restore it, or leave such "
-            f"samples out with "
+            f"the {kind} {path} cannot be read ({error.strerror}): restore it, or set "
             f"data.on_missing=skip"
         ) from None
 
@@ -194,7 +191,7 @@ def describe(error: BaseException) -> str:
 
 
 def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Marker, begin and end of the payload of a JPEG's segments, as long as they are whole."""
+    """Marker, begin and end of the payload of a JPEG's segments, up to the first truncated one."""
     at = 2 if content[:2] == b"\xff\xd8" else len(content)
     while at + 4 <= len(content) and content[at] == 0xFF:
         if content[at + 1] == 0xFF:  # fill

@@ -1,4 +1,4 @@
-"""The sensors of a car."""
+"""The sensor rig: which channels a model reads, and camera models that the tables lack."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, Callable, str]] = {
     "lidar: NaN": ("lidar", put(1, np.nan), "NaN or infinity in 1 of 200 points"),
     "lidar: infinity": ("lidar", put(3, np.inf), "NaN or infinity in 1 of 200 points"),
     "lidar: NaN in the ring": ("lidar", put(4, np.nan), "NaN or infinity in 1 of 200 points"),
-    "lidar: zeros": ("lidar", lambda c: bytes(len(c)), "holds zeros alone"),
+    "lidar: zeros": ("lidar", lambda c: bytes(len(c)), "holds only zeros"),
     "lidar: text": ("lidar", lambda c: b"404 not found", r"\(13 bytes\) is cut"),
     "lidar: gone": ("lidar", Path.unlink, r"cannot be read \(No such file"),
     "lidar: a folder": ("lidar", make_folder, r"cannot be read \(Is a directory"),

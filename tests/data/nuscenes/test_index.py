@@ -310,7 +310,7 @@ def test_report_names_corrupt_files(make_tree, tmp_path: Path) -> None:
         put(f"{camera}_1_CAM_FRONT_0.jpg", b""): "0 bytes",
         put(f"{camera}_2_CAM_FRONT_0.jpg", b"this is text"): "not an image",
         put("samples/CAM_BACK/scene-0103_0_CAM_BACK_0.jpg", small.getvalue()): (
-            "80x90 pixels, the tables say 160x90"
+            "80x90 pixels, but 160x90 in the tables"
         ),
         put(f"{lidar}_0_LIDAR_TOP_0.pcd.bin", b"x" * 4001): "4001 bytes, no multiple of 20",
         put("sweeps/LIDAR_TOP/scene-0061_1_LIDAR_TOP_1.pcd.bin", b""): "0 bytes",

@@ -66,19 +66,19 @@ def paint_dots(tree: Path, frames: FrameSource, epoch: int) -> dict[int, np.ndar
     assert frame.image_from_lidar is not None
     sample = frames.index.sample(frames.tokens[0])
     rng, kept = np.random.default_rng(1), {}
-    for place, source in enumerate(frame.images):
-        channel = frames.inputs.camera.channels[place]
+    for view, source in enumerate(frame.images):
+        channel = frames.inputs.camera.channels[view]
         row = sample.readings.find(channel)[0]
         lens = frames.rig.camera_model(channel, sample.readings, row) or CameraModel(
             "pinhole", tuple(sample.readings.intrinsic[row].ravel().tolist())
         )
         # Points of this camera's view, wherever that is after augmentation.
-        seen = frame.image_from_lidar[0, place].double().numpy()
+        seen = frame.image_from_lidar[0, view].double().numpy()
         pixels = rng.uniform((6, 6), (SIZE[1] - 6, SIZE[0] - 6), (60, 2))
         depth = rng.uniform(4, 30, (60, 1))
         rays = np.concatenate([pixels * depth, depth, np.ones((60, 1))], axis=1)
         points = (np.linalg.inv(seen) @ rays.T).T
-        camera = _camera_from_model(frame, place, lens, source) @ points.T
+        camera = _camera_from_model(frame, view, lens, source) @ points.T
         where = lens.project(torch.from_numpy(camera[:3].T.copy())).numpy()
         height, width = source.original_size
         inside = ((where > 4) & (where < (width - 5, height - 5))).all(axis=1)
@@ -92,15 +92,15 @@ def paint_dots(tree: Path, frames: FrameSource, epoch: int) -> dict[int, np.ndar
             image += 250 * np.exp(-((grid - where[number]) ** 2).sum(-1) / (2 * 1.5**2))
         coloured = np.repeat(image.clip(0, 255).astype(np.uint8)[..., None], 3, axis=-1)
         cv2.imwrite(str(source.path), coloured, [cv2.IMWRITE_JPEG_QUALITY, 100])
-        kept[place] = points[chosen, :3]
+        kept[view] = points[chosen, :3]
     return kept
 
 
-def _camera_from_model(frame, place: int, lens: CameraModel, source: ImageSource) -> np.ndarray:  # type: ignore[no-untyped-def]
+def _camera_from_model(frame, view: int, lens: CameraModel, source: ImageSource) -> np.ndarray:  # type: ignore[no-untyped-def]
     """``(4, 4)``: what is left of the network's matrix without its image."""
     image = np.eye(4)
     image[:3, :3] = source.network_from_original @ lens.view
-    matrix: np.ndarray = np.linalg.inv(image) @ frame.image_from_lidar[0, place].double().numpy()
+    matrix: np.ndarray = np.linalg.inv(image) @ frame.image_from_lidar[0, view].double().numpy()
     return matrix
 
 
@@ -128,15 +128,15 @@ def test_every_loader_shows_points_where_the_matrices_put_them(
             path.write_bytes(content)
     assert batch.cameras.images.shape == (1, 8, 3, *SIZE)
     checked, worst = 0, 0.0
-    for place, wanted in points.items():
-        image = batch.cameras.images[0, place, 0].numpy()
-        seen = batch.cameras.image_from_lidar[0, place].double().numpy()
+    for view, wanted in points.items():
+        image = batch.cameras.images[0, view, 0].numpy()
+        seen = batch.cameras.image_from_lidar[0, view].double().numpy()
         for point in wanted:
             u, v, depth, _ = seen @ np.r_[point, 1.0]
             u, v = u / depth, v / depth
             left, top = round(u) - 5, round(v) - 5
             patch = image[top : top + 11, left : left + 11].clip(20) - 20
-            assert patch.max() > 20, (place, u, v)
+            assert patch.max() > 20, (view, u, v)
             rows, columns = np.mgrid[top : top + patch.shape[0], left : left + patch.shape[1]]
             error = (
                 (columns * patch).sum() / patch.sum() - u,
@@ -233,7 +233,7 @@ def test_the_reference_is_the_rigs(tree: Path) -> None:
         assert (nearest < 1e-3).double().mean() > 0.95  # but for those at the range's edge
 
 
-def test_another_reference_makes_the_index_anew(tree: Path, tmp_path: Path) -> None:
+def test_another_reference_rebuilds_the_index(tree: Path, tmp_path: Path) -> None:
     first = open_index(tree, VERSION, tmp_path, reference="LIDAR_TOP")
     second = open_index(tree, VERSION, tmp_path, reference="ego")
     assert first.stamp != second.stamp
@@ -292,15 +292,15 @@ def test_odd_rigs_are_refused(given: dict[str, object], sentence: str) -> None:
         SensorRig(**given)  # type: ignore[arg-type]
 
 
-def test_a_lens_of_the_configuration_stands_in_for_the_tables(tree: Path) -> None:
+def test_a_lens_of_the_configuration_overrides_the_tables(tree: Path) -> None:
     frames = make_frames(tree)
-    told = {"CAM_FRONT": {"model": "brown_conrady", "distortion": [-0.1, 0, 0, 0], "zoom": 0.9}}
+    settings = {"CAM_FRONT": {"model": "brown_conrady", "distortion": [-0.1, 0, 0, 0], "zoom": 0.9}}
     other = FrameSource(
         frames.index,
         frames.tokens,
         frames.inputs,
         ("car",),
-        rig=SensorRig(cameras=ALL, camera_models=told),
+        rig=SensorRig(cameras=ALL, camera_models=settings),
     )
     source = other.frame(0, 0).images[ALL.index("CAM_FRONT")]
     assert source.camera_model is not None
