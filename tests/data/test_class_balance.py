@@ -19,7 +19,7 @@ def counts_of(rows: list[list[int]]) -> BoxCounts:
     return BoxCounts(("car", "bus", "truck"), np.array(rows), 0)
 
 
-def test_census_counts_what_trains(make_tree, tmp_path: Path) -> None:
+def test_boxes_that_are_trained_on_are_counted(make_tree, tmp_path: Path) -> None:
     root = make_tree(scenes=(("scene-0061", 1), ("scene-0103", 2)), empty=[("scene-0103", 1)])
     index = open_index(root, "v1.0-mini", tmp_path / "cache")
     counts = count_boxes(index, index.tokens, CLASSES, min_points=1)
@@ -31,7 +31,7 @@ def test_census_counts_what_trains(make_tree, tmp_path: Path) -> None:
     ]
     assert count_boxes(index, index.tokens, CLASSES, 0).num_boxes[0].tolist() == [1, 0, 1, 1]
     empty = count_boxes(index, index.tokens, ("bus",), 1)
-    assert len(empty.warnings()) == 1 and "background alone" in empty.warnings()[0]
+    assert len(empty.warnings()) == 1 and "has a box to train on: check data.classes" in empty.warnings()[0]
     assert balance(empty, 0) == [0, 1, 2]
 
 
