@@ -31,7 +31,10 @@ def test_boxes_that_are_trained_on_are_counted(make_tree, tmp_path: Path) -> Non
     ]
     assert count_boxes(index, index.tokens, CLASSES, 0).num_boxes[0].tolist() == [1, 0, 1, 1]
     empty = count_boxes(index, index.tokens, ("bus",), 1)
-    assert len(empty.warnings()) == 1 and "has a box to train on: check data.classes" in empty.warnings()[0]
+    assert (
+        len(empty.warnings()) == 1
+        and "has a box to train on: check data.classes" in empty.warnings()[0]
+    )
     assert balance(empty, 0) == [0, 1, 2]
 
 

@@ -73,7 +73,7 @@ def load_lidar_file(path: Path) -> np.ndarray:
         what = (
             "is empty"
             if not content
-            else "is truncated: its length is no multiple of 5 floats (20 bytes)"
+            else "is cut: its length is no multiple of 5 floats (20 bytes)"
         )
         raise InputError(
             f"the lidar file {path} ({len(content)} bytes) {what}: replace it, or set "
