@@ -242,7 +242,7 @@ def test_a_signal_saves_and_stops(
     assert code == 143
     said = capsys.readouterr().err.splitlines()[-1]
     assert said == (
-        f"bev_lightning.train: interrupted by SIGTERM at step 1; go on with "
+        f"bev_lightning.train: interrupted by SIGTERM at step 1; continue with "
         f"resume={run / 'checkpoints' / 'last.ckpt'}"
     )
     marker = json.loads((run / "stopped.json").read_text())
