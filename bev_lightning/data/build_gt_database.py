@@ -1,4 +1,4 @@
-"""Makes the ground-truth database: cuts the annotated boxes out of the training samples' points."""
+"""Builds the ground-truth database: the lidar points inside each annotated box of a split."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs, LidarInput
 
 _SAMPLES_PER_PART = 32
-# Farther than any lidar sees: a model's range cuts what is pasted, not what is kept.
+# Beyond the reach of any lidar: the model's range is applied when objects are sampled.
 _EVERYWHERE = (-1000.0, -1000.0, -100.0, 1000.0, 1000.0, 100.0)
 
 
@@ -31,52 +31,60 @@ def build_ground_truth(
     index: SampleIndex,
     split: str,
     lidar: LidarInput,
+    classes: Sequence[str] = DETECTION_CLASSES,
     on_missing: Literal["error", "skip"] = "error",
     num_workers: int = 0,
     renew: bool = False,
 ) -> GroundTruthDatabase:
-    """Open the database of a split, making it first where it is absent or out of date.
+    """Open the database of a split; build it first where it is absent or out of date.
 
-    It lies beside the index and is keyed like it; each number of sweeps has its own. Several
-    processes may call this at once: one makes it, the others wait. It is made in parts; after a
-    kill, the parts that were finished are not made again.
+    It is stored beside the index, one file for each split and number of sweeps. Several processes
+    may call this at once: one builds, the others wait. After a kill, the finished parts are reused.
 
     Args:
-        index: of the data root.
-        split: the training split. Objects of samples that are evaluated must not be in it.
-        lidar: sweeps and least distance of the model's points.
-        on_missing: refuse samples whose files are missing or cannot be read, or leave them out.
-        num_workers: processes that read.
-        renew: make a database of another schema anew instead of refusing it.
+        index: the data set.
+        split: the training split; it must share no sample with the evaluation.
+        lidar: sweeps and minimum distance of the model's points.
+        classes: names of the model's classes. Where all are nuScenes classes, the database holds
+            every nuScenes class and serves any choice of them.
+        on_missing: refuse samples with missing or unreadable files ("error"), or leave them out
+            ("skip").
+        num_workers: processes that read files.
+        renew: rebuild a database of another schema instead of refusing it.
 
     Raises:
-        InputError: a file is missing or broken and on_missing is "error", or the file of that name
-            is of another schema or was made for another number of sweeps.
+        InputError: a file is missing or broken and on_missing is "error", or the database has
+            another schema or was built for another number of sweeps.
     """
+    if set(classes) <= set(DETECTION_CLASSES):
+        classes = DETECTION_CLASSES
     path = ground_truth_path(index, split, lidar)
     tokens = index.split(split)
-    stamp = _stamp(index, tokens, lidar)
+    stamp = _stamp(index, tokens, lidar, classes)
     database = _open_current(path, stamp, lidar, renew)
     if database is not None:
         return database
     with lock(path.with_suffix(".lock")) as alone:
-        database = _open_current(
-            path, stamp, lidar, renew
-        )  # another process may have made it meanwhile
+        # Another process may have built it meanwhile.
+        database = _open_current(path, stamp, lidar, renew)
         if database is None:
-            _write(path, stamp, index, tokens, lidar, on_missing, num_workers, alone)
+            _write(path, stamp, index, tokens, lidar, classes, on_missing, num_workers, alone)
             database = GroundTruthDatabase(path)
     return database
 
 
 def ground_truth_path(index: SampleIndex, split: str, lidar: LidarInput) -> Path:
-    """Where the database of a split lies."""
+    """Path of the database of a split."""
     name = index.path.stem.removesuffix("-index")
     return index.path.with_name(f"{name}-ground-truth-{split}-{lidar.sweeps}sweeps.arrow")
 
 
-def _stamp(index: SampleIndex, tokens: Sequence[str], lidar: LidarInput) -> str:
+def _stamp(
+    index: SampleIndex, tokens: Sequence[str], lidar: LidarInput, classes: Sequence[str]
+) -> str:
     parts = [index.stamp, str(lidar.sweeps), str(lidar.min_distance), *tokens]
+    if classes != DETECTION_CLASSES:  # else the hash of databases built before classes were free
+        parts += classes
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -86,7 +94,7 @@ def _open_current(
     try:
         database = GroundTruthDatabase(path)
     except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError):
-        return None  # absent, or no database: it is made anew
+        return None  # absent or damaged
     except InputError:
         if renew:
             return None
@@ -101,6 +109,7 @@ def _write(
     index: SampleIndex,
     tokens: Sequence[str],
     lidar: LidarInput,
+    classes: Sequence[str],
     on_missing: Literal["error", "skip"],
     num_workers: int,
     alone: bool,
@@ -109,20 +118,21 @@ def _write(
         index,
         tokens,
         Inputs(lidar=LidarInput(_EVERYWHERE, lidar.sweeps, 1 << 40, lidar.min_distance)),
-        DETECTION_CLASSES,
+        classes,
         on_missing=on_missing,
     )
-    # Which samples a part holds depends on the files that are there.
+    # The samples of a part depend on the files that are present.
     present = hashlib.sha256("\n".join([stamp, *source.tokens]).encode()).hexdigest()
     folder = open_parts(path, present, alone)
     jobs = {
         folder / f"{start}.arrow": source.tokens[start : start + _SAMPLES_PER_PART]
         for start in range(0, len(source), _SAMPLES_PER_PART)
     }
-    make_parts(partial(_cut, source), jobs, num_workers, "cutting out objects")
+    make_parts(partial(_extract_objects, source), jobs, num_workers, "ground-truth database")
     notes = {
         "schema": SCHEMA_VERSION,
         "stamp": stamp,
+        "classes": list(classes),
         "sweeps": lidar.sweeps,
         "min_distance": lidar.min_distance,
     }
@@ -136,15 +146,14 @@ def _write(
     close_parts(folder, whole, path)
     if skipped:
         warnings.warn(
-            f"{len(skipped)} samples gave no objects to paste because their files are missing or "
-            f"cannot be read (data.on_missing=skip), first: {next(iter(skipped.values()))}",
+            f"the ground-truth database lacks {len(skipped)} samples with missing or unreadable "
+            f"files (data.on_missing=skip), first: {next(iter(skipped.values()))}",
             stacklevel=2,
         )
 
 
-def _cut(whole: FrameSource, tokens: Sequence[str]) -> pa.RecordBatch:
-    """The objects of some samples; its metadata ``skipped`` are the sentences for samples that
-    cannot be read."""
+def _extract_objects(whole: FrameSource, tokens: Sequence[str]) -> pa.RecordBatch:
+    """Objects of some samples; the metadata ``skipped`` has the error of each unreadable sample."""
     source = whole.with_tokens(tokens)
     columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
     skipped: dict[str, str] = {}

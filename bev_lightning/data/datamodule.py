@@ -36,7 +36,7 @@ from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.synthetic.dataset import SyntheticSpec, generate
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
-from bev_lightning.data.transforms.gt_sampling import GTSampler, GTSampling, check_lidar_only
+from bev_lightning.data.transforms.gt_sampling import GTSampler, GTSampling
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Inputs
 from bev_lightning.structures.ground_truth import GroundTruth
@@ -132,7 +132,7 @@ class DetectionDataModule(LightningDataModule):
             )
         check_image_cache(cache, loader)
         if gt_sampling is not None:
-            check_lidar_only(inputs)
+            gt_sampling.check(inputs, classes)
         self.root, self.version = root, version
         self.train_split, self.val_split = train_split, val_split
         self.batch_size, self.val_batch_size = batch_size, val_batch_size
@@ -211,11 +211,15 @@ class DetectionDataModule(LightningDataModule):
             )
 
     def open_ground_truth(self, index: SampleIndex, renew: bool = False) -> GroundTruthDatabase:
-        """Open the database of the training split's objects, which are pasted into samples; build
-        it if it is absent. ``renew`` as of :func:`build_ground_truth`."""
-        lidar = check_lidar_only(self.inputs)
+        """Open the ground-truth database of the training split; it is built where it is absent.
+
+        Args:
+            renew: as in :func:`build_ground_truth`.
+        """
+        assert self.gt_sampling is not None
+        lidar = self.gt_sampling.check(self.inputs, self.classes)
         return build_ground_truth(
-            index, self.train_split, lidar, self.on_missing, self.num_workers, renew
+            index, self.train_split, lidar, self.classes, self.on_missing, self.num_workers, renew
         )
 
     @property

@@ -1,1 +1,1 @@
-"""Augmentation and image geometry."""
+"""Augmentation: image and BEV transforms, photometric distortion, GridMask, GT sampling."""

@@ -1,4 +1,4 @@
-"""Augmentation as matrices: drawn once a sample, applied by every loader alike."""
+"""Geometric augmentation as random matrices; every loader applies the same ones."""
 
 import math
 from collections.abc import Sequence
@@ -6,31 +6,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_QUEUE_STREAM = 5  # of random numbers: the queue leaves the rest of the augmentation as it is
+from bev_lightning.errors import InputError
+
+_QUEUE_STREAM = 5  # a random stream of its own: it does not change the other augmentation
 
 
 @dataclass(frozen=True)
 class Augment:
-    """What training varies. Everything is drawn uniformly, with the defaults of the published
-    BEVFusion.
+    """Settings of the training augmentation: uniform ranges, by default those of BEVFusion.
 
     Attributes:
-        image_scale: relative to the scale at which the image just covers the network's input.
+        image_scale: relative to the smallest scale at which the image covers the network's input.
         image_crop_bottom: share of the scaled height cut off at the bottom before the crop.
         image_flip: probability of mirroring an image left to right.
         image_rotate_deg: counter-clockwise as seen [degrees].
         image_brightness: largest change of an image's brightness, on the 0..255 scale
-            (:mod:`bev_lightning.data.transforms.photometric`); 32 in the published BEVFormer, where
-            contrast and saturation are 0.5 to 1.5, the hue 18 degrees, and channels swapped.
+            (:mod:`bev_lightning.data.transforms.photometric`). The published BEVFormer has 32,
+            contrast and saturation 0.5 to 1.5, hue 18 degrees, and swapped channels.
         image_contrast, image_saturation: factors.
-        image_hue_deg: largest turn of the hue [degrees].
-        image_swap_channels: reorder red, green and blue.
+        image_hue_deg: largest shift of the hue [degrees].
+        image_swap_channels: permute red, green and blue.
         grid_mask: probability of hiding a grid of squares in a sample's images
             (:mod:`bev_lightning.data.transforms.grid_mask`); 0.7 in the published BEVFormer.
         grid_mask_ratio: width of the stripes that stay visible between the squares, as a share of
             the grid's period.
-        history_drop: leave out one at random of the frames of a temporal queue and take one more
-            from before it, so that time steps vary, as the published BEVFormer does.
+        history_drop: drop one random frame of a temporal queue and add an earlier one, so that
+            time steps vary, as in the published BEVFormer.
         bev_rotate_deg: of the scene about z, counter-clockwise [degrees].
         bev_scale: of the scene; velocities and box sizes scale with it.
         bev_flip_x, bev_flip_y: probability of negating x, y.
@@ -56,44 +57,27 @@ class Augment:
     bev_translate_std_m: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
-        for name in (
-            "image_scale",
-            "image_crop_bottom",
-            "image_rotate_deg",
-            "image_contrast",
-            "image_saturation",
-            "bev_rotate_deg",
-            "bev_scale",
-        ):
+        ranges = ("image_scale", "image_crop_bottom", "image_rotate_deg", "image_contrast")
+        for name in (*ranges, "image_saturation", "bev_rotate_deg", "bev_scale"):
             low, high = (float(v) for v in getattr(self, name))
             if low > high:
-                raise ValueError(
-                    f"Augment.{name} is {low}..{high}: the first number must be the smaller"
+                raise InputError(
+                    f"data.augment.{name}=[{low}, {high}] is no range: put the smaller number first"
                 )
             object.__setattr__(self, name, (low, high))
-        if self.image_scale[0] <= 0 or self.bev_scale[0] <= 0:
-            raise ValueError("Augment.image_scale and bev_scale must be positive")
-        if (
-            min(
-                self.image_brightness,
-                self.image_hue_deg,
-                self.image_contrast[0],
-                self.image_saturation[0],
-            )
-            < 0
-        ):
-            raise ValueError(
-                "Augment.image_brightness, image_contrast, image_saturation and image_hue_deg must "
-                "not be negative"
-            )
+        for name in ("image_scale", "bev_scale"):
+            if getattr(self, name)[0] <= 0:
+                raise InputError(f"data.augment.{name}={getattr(self, name)} must be positive")
+        for name in ("image_brightness", "image_contrast", "image_saturation", "image_hue_deg"):
+            if np.min(getattr(self, name)) < 0:
+                raise InputError(f"data.augment.{name}={getattr(self, name)} must not be negative")
         if not (0 <= self.grid_mask <= 1 and 0 < self.grid_mask_ratio < 1):
-            raise ValueError(
-                f"Augment.grid_mask={self.grid_mask} must be a probability and grid_mask_ratio="
-                f"{self.grid_mask_ratio} lie between 0 and 1"
+            raise InputError(
+                f"data.augment.grid_mask={self.grid_mask} must be a probability, and "
+                f"grid_mask_ratio={self.grid_mask_ratio} between 0 and 1"
             )
-        object.__setattr__(
-            self, "bev_translate_std_m", tuple(float(v) for v in self.bev_translate_std_m)
-        )
+        shift = tuple(float(v) for v in self.bev_translate_std_m)
+        object.__setattr__(self, "bev_translate_std_m", shift)
 
     @property
     def changes_colours(self) -> bool:
@@ -108,9 +92,9 @@ class Augment:
 
 
 def random_bev_transform(augment: Augment, rng: np.random.Generator) -> np.ndarray:
-    """``augmented_from_lidar`` ``(4, 4)`` float64: rotation, then scale, then shift, then flips.
+    """Random ``augmented_from_lidar`` ``(4, 4)`` float64: rotation, scale, shift, then flips.
 
-    Always consumes the same number of draws, so that one setting does not change another's values.
+    The number of draws is constant, so that one setting does not change the values of another.
     """
     angle = math.radians(rng.uniform(*augment.bev_rotate_deg))
     scale = rng.uniform(*augment.bev_scale)
@@ -125,9 +109,9 @@ def random_bev_transform(augment: Augment, rng: np.random.Generator) -> np.ndarr
 
 
 def random_history_steps(augment: Augment | None, length: int, seed: Sequence[int]) -> set[int]:
-    """How many key frames back the frames of a temporal queue lie.
+    """How many key frames back each frame of a temporal queue is.
 
-    1 to ``length``; under ``history_drop`` all but one of 1 to ``length + 1``.
+    1 to ``length``; with ``history_drop`` all but one of 1 to ``length + 1``.
 
     Args:
         seed: (seed, epoch, position).
@@ -145,7 +129,7 @@ def random_image_transform(
     original_size: tuple[int, int],
     size: tuple[int, int],
 ) -> np.ndarray:
-    """``network_from_original`` ``(3, 3)`` float64 of one image: resize, crop, flip, rotation.
+    """Random ``network_from_original`` ``(3, 3)`` float64: resize, crop, flip and rotation.
 
     Args:
         original_size, size: height, width [pixels] of the file and of the network's input.
@@ -164,9 +148,11 @@ def random_image_transform(
 def eval_image_transform(
     original_size: tuple[int, int], size: tuple[int, int], scale: float = 1.0
 ) -> np.ndarray:
-    """``network_from_original`` of evaluation, ``(3, 3)``: ``scale`` times the smallest scale at
-    which the image covers the input, the middle of its width and the bottom of its height (the top
-    is sky), as BEVFusion crops."""
+    """``network_from_original`` ``(3, 3)`` of evaluation: resize and crop, as in BEVFusion.
+
+    The image is resized to ``scale`` times the smallest scale at which it covers the input, and
+    cropped to the middle of its width and the bottom of its height (the top is sky).
+    """
     height, width = _scaled(original_size, scale * _cover(original_size, size))
     return image_transform(
         original_size, (height, width), (height - size[0], (width - size[1]) // 2), size
@@ -181,9 +167,14 @@ def image_transform(
     flip: bool = False,
     angle: float = 0.0,
 ) -> np.ndarray:
-    """The affine map ``(3, 3)`` of a resize to ``resized``, a crop of ``size`` at ``corner`` (top,
-    left; may lie outside, which leaves black), a left-right flip and a rotation by ``angle`` [rad],
-    counter-clockwise as seen, about the centre. All sizes are height, width."""
+    """Affine pixel map ``(3, 3)`` of resize, crop, left-right flip and rotation, in this order.
+
+    Args:
+        original_size, resized, size: height, width [pixels] of the file, after the resize, and
+            after the crop.
+        corner: top, left of the crop; parts outside the image stay black.
+        angle: of the rotation about the centre, counter-clockwise as seen [rad].
+    """
     sx, sy = resized[1] / original_size[1], resized[0] / original_size[0]
     # Pixel CENTRES at integers: scaling acts on u + 0.5.
     crop = np.array(
@@ -202,8 +193,8 @@ def image_transform(
 
 
 def image_rotation(size: tuple[int, int], angle: float) -> np.ndarray:
-    """Pixel map ``(3, 3)`` of a rotation by ``angle`` [rad] about the centre of an image of
-    ``size``."""
+    """Pixel map ``(3, 3)`` of a rotation by ``angle`` [rad], counter-clockwise as seen, about the
+    centre of an image of ``size``."""
     cos, sin = math.cos(angle), math.sin(angle)
     centre = np.array([(size[1] - 1) / 2, (size[0] - 1) / 2])
     linear = np.array([[cos, sin], [-sin, cos]])  # v points down

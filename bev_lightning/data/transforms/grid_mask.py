@@ -1,8 +1,8 @@
-"""GridMask (Chen et al. 2020): a grid of squares is hidden in the images of a training sample.
+"""GridMask (Chen et al. 2020): hides a grid of squares in the images of a training sample.
 
-In the form that the published BEVFormer and BEVFusion use: upright, one mask for all cameras,
-laid over normalised images, where hidden pixels become 0, the mean colour. Earlier frames of a
-temporal queue stay whole, as in BEVFormer.
+As in the published BEVFormer and BEVFusion: not rotated, one mask for all cameras, applied to
+normalised images, where hidden pixels become 0, the mean colour. Earlier frames of a temporal queue
+are not masked, as in BEVFormer.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from bev_lightning.data.transforms.augment import Augment
 
-_STREAM = 2  # of random numbers: switching the mask on leaves the rest of the augmentation as it is
+_STREAM = 2  # a random stream of its own: it does not change the other augmentation
 
 
 @dataclass(frozen=True)
 class GridMask:
-    """One drawn mask. Pixel ``[v, u]`` stays where its row or its column lies in a visible stripe.
+    """A mask. Pixel ``[v, u]`` is visible where its row or its column lies in a visible stripe.
 
     Attributes:
         period: of the grid [pixels].
@@ -32,7 +32,7 @@ class GridMask:
     offset: tuple[int, int]
 
     def visible(self, size: Sequence[int], device: torch.device | str | None = None) -> Tensor:
-        """``(H, W)`` bool."""
+        """Visible pixels ``(H, W)`` bool."""
         rows, columns = (
             (torch.arange(length, device=device) - start) % self.period < self.stripe
             for length, start in zip(size, self.offset, strict=True)
@@ -47,7 +47,7 @@ class GridMask:
 def random_grid_mask(
     augment: Augment, size: tuple[int, int], seed: Sequence[int]
 ) -> GridMask | None:
-    """The mask of a sample with the probability ``augment.grid_mask``, else None.
+    """A random mask with the probability ``augment.grid_mask``, else None.
 
     Args:
         size: height, width of the network's image [pixels].

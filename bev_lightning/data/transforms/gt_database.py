@@ -1,7 +1,7 @@
-"""The ground-truth database: boxes of the training scenes with the lidar points in them.
+"""The ground-truth database: boxes of the training scenes with the lidar points inside.
 
-One memory-mapped Arrow file beside the index. :mod:`bev_lightning.data.build_gt_database` makes
-it, :mod:`bev_lightning.data.transforms.gt_sampling` draws from it.
+One memory-mapped Arrow file beside the index. :mod:`bev_lightning.data.build_gt_database` writes
+it, :mod:`bev_lightning.data.transforms.gt_sampling` samples from it.
 """
 
 import json
@@ -26,21 +26,22 @@ SCHEMA = pa.schema(
         ("points", pa.list_(pa.float32())),
     ]
 )
-"""Token of the sample, index into DETECTION_CLASSES, ``[x, y, z, length, width, height, yaw, vx,
+"""Sample token, index into the database's classes, ``[x, y, z, length, width, height, yaw, vx,
 vy]`` and points ``[x, y, z, intensity, age]`` one after the other, all in the model frame of that
 sample without augmentation."""
 
 
 class GroundTruthDatabase:
-    """An open database; rows are numbered through.
+    """An open ground-truth database of N objects.
 
     Attributes:
         path: the Arrow file.
+        classes: class names that ``label`` indexes.
         sweeps: lidar sweeps before the key frame whose points it holds.
-        min_distance: as of the :class:`LidarInput` it was made for [m].
-        stamp: changes when what it was made from does.
-        label: ``(N,)`` index of each object into DETECTION_CLASSES.
-        num_points: ``(N,)``.
+        min_distance: that of the :class:`LidarInput` it was built for [m].
+        stamp: hash of its sources; another stamp means that it is out of date.
+        label: ``(N,)`` index of each object into ``classes``.
+        num_points: ``(N,)`` lidar points of each object.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,10 +50,11 @@ class GroundTruthDatabase:
         notes = json.loads(reader.schema.metadata[b"bev_lightning"])
         if notes["schema"] != SCHEMA_VERSION:
             raise InputError(
-                f"the ground-truth database {path} has schema {notes['schema']} and this program "
-                f"reads {SCHEMA_VERSION}: python -m bev_lightning.prepare with the model= and "
-                f"data= settings of this run makes it anew"
+                f"the ground-truth database {path} has schema {notes['schema']}, not "
+                f"{SCHEMA_VERSION}: rebuild it with python -m bev_lightning.prepare and the model= "
+                f"and data= overrides of this run"
             )
+        self.classes: tuple[str, ...] = tuple(notes.get("classes", DETECTION_CLASSES))
         self.stamp: str = notes["stamp"]
         self.sweeps: int = notes["sweeps"]
         self.min_distance: float = notes["min_distance"]
@@ -62,30 +64,31 @@ class GroundTruthDatabase:
         self.num_points = self._join("num_points", np.int32)
 
     def __reduce__(self) -> tuple[type["GroundTruthDatabase"], tuple[Path]]:
-        return GroundTruthDatabase, (self.path,)  # workers map the file themselves
+        return GroundTruthDatabase, (self.path,)  # each worker maps the file itself
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def check(self, lidar: LidarInput) -> None:
-        """Refuse a lidar input whose points would look unlike those of the objects.
+        """Check that a lidar input has points like those of the objects.
 
         Raises:
-            InputError: the number of sweeps or the least distance differs.
+            InputError: the number of sweeps or the minimum distance differs.
         """
         for name in ("sweeps", "min_distance"):
             here, wanted = getattr(self, name), getattr(lidar, name)
             if here != wanted:
                 raise InputError(
-                    f"the ground-truth database {self.path} was made with {name} = {here} and the "
-                    f"model reads {name} = {wanted}, so that pasted objects would be told by their "
-                    f"points: set model.inputs.lidar.{name}={here}, or remove the file and it is "
-                    f"made anew"
+                    f"the ground-truth database {self.path} was built with {name}={here} and the "
+                    f"model reads {name}={wanted}: set model.inputs.lidar.{name}={here}, or remove "
+                    f"the file to rebuild it"
                 )
 
     def rows(self, name: str, min_points: int) -> np.ndarray:
-        """Objects of a class with at least so many points, ``(n,)`` int32."""
-        wanted = self.label == DETECTION_CLASSES.index(name)
+        """Rows ``(n,)`` int32 of the objects of a class with at least so many points."""
+        if name not in self.classes:
+            return np.zeros(0, np.int32)
+        wanted = self.label == self.classes.index(name)
         return np.flatnonzero(wanted & (self.num_points >= min_points)).astype(np.int32)
 
     def counts(self, classes: Sequence[str], min_points: int) -> dict[str, int]:
@@ -93,13 +96,13 @@ class GroundTruthDatabase:
         return {name: len(self.rows(name, min_points)) for name in classes}
 
     def boxes(self, rows: Sequence[int] | np.ndarray, classes: Sequence[str]) -> Boxes3D:
-        """``(K,)`` boxes, each in the frame of its own sample, labelled by ``classes``."""
+        """Boxes ``(K,)``, each in its own sample's model frame; labels index ``classes``."""
         values = np.zeros((len(rows), 9), np.float32)
         for i, row in enumerate(rows):
             batch, inner = self._find(int(row))
             column = batch.column("box")
             values[i] = column.values.slice(inner * 9, 9).to_numpy()
-        label = [list(classes).index(DETECTION_CLASSES[self.label[row]]) for row in rows]
+        label = [list(classes).index(self.classes[self.label[row]]) for row in rows]
         box = torch.from_numpy(values)
         return Boxes3D(
             centre=box[:, :3],
@@ -111,14 +114,14 @@ class GroundTruthDatabase:
         )
 
     def points(self, row: int) -> np.ndarray:
-        """``(P, 5)`` float32 in the frame of the object's own sample; read-only."""
+        """Points ``(P, 5)`` float32 in the model frame of the object's own sample; read-only."""
         batch, inner = self._find(row)
         column = batch.column("points")
         start, stop = column.offsets[inner].as_py(), column.offsets[inner + 1].as_py()
         return column.values.slice(start, stop - start).to_numpy().reshape(-1, 5)
 
     def sample(self, row: int) -> str:
-        """Token of the sample that an object was cut out of."""
+        """Token of the sample that an object comes from."""
         batch, inner = self._find(row)
         return str(batch.column("sample")[inner])
 

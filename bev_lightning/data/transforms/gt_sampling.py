@@ -1,5 +1,8 @@
-"""Objects of other scenes pasted into a scene, boxes and lidar points (SECOND, Yan et al. 2018,
-section 3.4.1), as the lidar stage of BEVFusion trains."""
+"""GT sampling (copy-paste augmentation): adds objects of other scenes to a lidar sample.
+
+Boxes and points come from the ground-truth database (SECOND, Yan et al. 2018, section 3.4.1), as in
+the lidar stage of BEVFusion.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,19 +16,19 @@ from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Boxes3D, Inputs, LidarInput
 
-_STREAM = 1  # of random numbers: what pasting draws leaves the augmentation as it is without
+_STREAM = 1  # a random stream of its own: GT sampling does not change the other augmentation
 
 
 @dataclass(frozen=True)
 class GTSampling:
-    """What to paste.
+    """Settings of GT sampling.
 
     Attributes:
-        per_class: number of boxes that a sample is filled up to, by class; classes that are not
-            among those trained are passed over.
-        min_points: lidar points an object must have.
-        stop_epoch: the first epoch (0-based) without pasting, so that training ends on scenes as
-            they are; None never stops. The published fade (TransFusion, BEVFusion) is 15 of 20.
+        per_class: number of boxes that a sample is filled up to, by class; nuScenes classes that
+            are not trained are ignored.
+        min_points: fewest lidar points of an object.
+        stop_epoch: first epoch (0-based) without GT sampling, so that training ends on real scenes;
+            None never stops. The published fade (TransFusion, BEVFusion) is 15 of 20 epochs.
     """
 
     per_class: Mapping[str, int] = field(default_factory=dict)
@@ -33,34 +36,40 @@ class GTSampling:
     stop_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.per_class if name not in DETECTION_CLASSES]
-        if unknown:
-            raise InputError(
-                f"data.gt_sampling.per_class names {', '.join(unknown)}; choose from "
-                f"{', '.join(DETECTION_CLASSES)}"
-            )
         if self.min_points < 1 or any(number < 0 for number in self.per_class.values()):
             raise InputError(
-                f"data.gt_sampling.min_points={self.min_points} must be 1 or more and per_class 0 "
-                f"or more, got {dict(self.per_class)}"
+                f"data.gt_sampling.min_points={self.min_points} must be 1 or more, and per_class="
+                f"{dict(self.per_class)} 0 or more"
             )
 
+    def check(self, inputs: Inputs, classes: Sequence[str]) -> LidarInput:
+        """Check that a model can be trained with GT sampling, and return its lidar input.
 
-def check_lidar_only(inputs: Inputs) -> LidarInput:
-    """The lidar of a model that objects can be pasted for, see :func:`check_gt_sampling`."""
-    sensors = [name for name in ("camera", "lidar", "radar") if getattr(inputs, name) is not None]
-    check_gt_sampling(sensors, inputs.history)
-    assert inputs.lidar is not None
-    return inputs.lidar
+        The checks of the sensors are those of :func:`check_gt_sampling`.
+
+        Raises:
+            InputError: the model reads another sensor or earlier key frames, or ``per_class`` has
+                an unknown class.
+        """
+        unknown = self.per_class.keys() - {*classes, *DETECTION_CLASSES}
+        if unknown:
+            raise InputError(
+                f"data.gt_sampling.per_class has unknown classes {', '.join(sorted(unknown))}: "
+                f"choose from {', '.join(classes)}"
+            )
+        sensors = [name for name in ("camera", "lidar", "radar") if getattr(inputs, name)]
+        check_gt_sampling(sensors, inputs.history)
+        assert inputs.lidar is not None
+        return inputs.lidar
 
 
 @dataclass(frozen=True)
 class SampledObjects:
-    """Objects that were drawn for one sample; their points are read when the sample's are.
+    """Objects to add to one sample; the loader reads their points with the sample's.
 
     Attributes:
         boxes: ``(K,)`` in the augmented model frame.
-        database, rows: where their points are.
+        database, rows: the database with their points, and their rows in it.
         augmented_from_lidar: ``(4, 4)`` float64 BEV augmentation of the sample.
     """
 
@@ -70,11 +79,11 @@ class SampledObjects:
     augmented_from_lidar: np.ndarray
 
     def add_points(self, points: np.ndarray, lidar: LidarInput) -> np.ndarray:
-        """Put the objects' points before the scene's, whose points inside the boxes give way.
+        """Points of the objects, then those of the scene that lie outside the objects' boxes.
 
         Args:
             points: ``(P, 5)`` of the augmented scene.
-            lidar: range and largest number of points.
+            lidar: range and maximum number of points.
         """
         low, high = np.array(lidar.range, np.float32).reshape(2, 3)
         matrix = self.augmented_from_lidar.astype(np.float32)
@@ -90,10 +99,10 @@ class SampledObjects:
 
 
 class GTSampler:
-    """Draws the objects of a sample, a pure function of (seed, epoch, position).
+    """Samples objects to add to a sample, as a pure function of (seed, epoch, position).
 
     Attributes:
-        absent: classes to paste of which the database has no object.
+        absent: classes of ``per_class`` without objects in the database.
     """
 
     def __init__(
@@ -118,18 +127,18 @@ class GTSampler:
     def sample(
         self, epoch: int, position: int, present: Boxes3D, augmented_from_lidar: np.ndarray
     ) -> SampledObjects | None:
-        """Fill every class up to its number with objects that stand free.
+        """Fill each class up to its number of boxes, without collisions.
 
-        As published, an object keeps the place relative to the car that it had in its own scene,
-        and one that would overlap another box, seen from above, is left out.
+        As published, an object keeps its position relative to the car, and one that would overlap
+        another box in bird's-eye view is left out.
 
         Args:
-            present: ``(M,)`` all annotated boxes of the sample in the augmented frame; those that
-                are no target have the label -1 and only take up room.
+            present: ``(M,)`` all annotated boxes of the sample in the augmented frame; boxes that
+                are no targets have the label -1 and are obstacles only.
             augmented_from_lidar: ``(4, 4)`` BEV augmentation.
 
         Returns:
-            None where nothing is pasted.
+            None where nothing is added.
         """
         if self.gt_sampling.stop_epoch is not None and epoch >= self.gt_sampling.stop_epoch:
             return None
@@ -160,7 +169,7 @@ class GTSampler:
 
 
 def join_boxes(first: Boxes3D, second: Boxes3D) -> Boxes3D:
-    """``(M,)`` and ``(K,)`` boxes without scores to ``(M + K,)``."""
+    """Concatenate ``(M,)`` and ``(K,)`` boxes without scores to ``(M + K,)``."""
     return replace(
         first,
         **{
@@ -188,16 +197,17 @@ def points_inside(points: np.ndarray, boxes: Boxes3D, box: int) -> np.ndarray:
 
 
 def bev_overlaps(one: Boxes3D, other: Boxes3D) -> np.ndarray:
-    """``(M, K)`` bool: which boxes ``(M,)`` and ``(K,)`` share ground, seen from above.
+    """Whether boxes ``(M,)`` and ``(K,)`` overlap in bird's-eye view, ``(M, K)`` bool.
 
-    Two rectangles are apart if and only if they are so along one of their four sides' directions.
+    Separating axes: two rectangles are apart if and only if they are so along the direction of one
+    of their sides.
     """
     a, b = (boxes.corners()[:, :4, :2].double().numpy() for boxes in (one, other))
     return ~(_apart(a, b) | _apart(b, a).T)
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """``(M, K)``: apart along a side of the rectangles ``(M, 4, 2)``, beside ``(K, 4, 2)``."""
+    """Whether rectangles ``(M, 4, 2)`` and ``(K, 4, 2)`` are apart along a side of the former."""
     sides = np.stack([a[:, 1] - a[:, 0], a[:, 3] - a[:, 0]], axis=1)  # (M, 2, 2)
     own = np.einsum("msd,mcd->msc", sides, a)[:, :, None]  # (M, 2, 1, 4)
     others = np.einsum("msd,kcd->mskc", sides, b)

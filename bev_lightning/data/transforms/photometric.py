@@ -1,9 +1,8 @@
-"""Photometric distortion: brightness, contrast, saturation and hue of a training sample's images.
+"""Photometric distortion: random brightness, contrast, saturation and hue of training images.
 
-As the published BEVFormer does it: every camera and every frame of a temporal queue is drawn on its
-own, each step is taken with a probability of one half, and no value is cut off at 0 or 255.
-Published it acts on the pixels of the files, here on those of the network's images, which is the
-same but for what resizing blurs.
+As in the published BEVFormer, every camera and every frame of a temporal queue is drawn
+independently, each step has a probability of one half, and values are not clipped to 0..255. The
+published code distorts the original images, this the network's, which differ by resampling alone.
 """
 
 from collections.abc import Sequence
@@ -16,20 +15,20 @@ from torch import Tensor
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.structures import CameraInput
 
-_STREAM = 4  # of random numbers: colours leave the rest of the augmentation as it is
+_STREAM = 4  # a random stream of its own: it does not change the other augmentation
 
 
 @dataclass(frozen=True)
 class ColourChange:
-    """What was drawn for one image, on its 0..255 scale.
+    """Photometric distortion of one image, on the 0..255 scale.
 
     Attributes:
-        brightness: added.
+        brightness: added to every channel.
         contrast: factor.
-        contrast_first: the contrast changes before saturation and hue, not after.
+        contrast_first: apply the contrast before saturation and hue, not after.
         saturation: factor.
-        hue_deg: turn of the hue [degrees].
-        channels: the order of red, green, blue.
+        hue_deg: shift of the hue [degrees].
+        channels: permutation of red, green, blue.
     """
 
     brightness: float = 0.0
@@ -39,8 +38,8 @@ class ColourChange:
     hue_deg: float = 0.0
     channels: tuple[int, int, int] = (0, 1, 2)
 
-    def distort(self, image: Tensor) -> Tensor:
-        """An image ``(3, H, W)`` of the 0..255 scale with other colours."""
+    def apply(self, image: Tensor) -> Tensor:
+        """Distort an image ``(3, H, W)`` on the 0..255 scale."""
         image = image + self.brightness
         if self.contrast_first:
             image = image * self.contrast
@@ -57,16 +56,16 @@ class ColourChange:
 def apply_colour_changes(
     changes: Sequence[ColourChange], images: Tensor, camera: CameraInput
 ) -> None:
-    """Change the colours of normalised images ``(N, 3, H, W)`` in place."""
+    """Distort normalised images ``(N, 3, H, W)`` in place."""
     mean = images.new_tensor(camera.mean).view(3, 1, 1)
     std = images.new_tensor(camera.std).view(3, 1, 1)
     for image, change in zip(images, changes, strict=True):
         if change != ColourChange():
-            image.copy_((change.distort(image * std + mean) - mean) / std)
+            image.copy_((change.apply(image * std + mean) - mean) / std)
 
 
 def shift_hue(image: Tensor, degrees: float) -> Tensor:
-    """An image ``(3, H, W)`` red, green, blue with its hue turned; value and saturation stay."""
+    """Shift the hue of an RGB image ``(3, H, W)``; HSV value and saturation stay."""
     red, green, blue = image
     value = image.amax(0)
     chroma = value - image.amin(0)
@@ -78,14 +77,14 @@ def shift_hue(image: Tensor, degrees: float) -> Tensor:
         torch.where(value == green, (blue - red) / share + 2.0, (red - green) / share + 4.0),
     )
     offset = image.new_tensor([5.0, 3.0, 1.0]).view(3, 1, 1)
-    place = (offset + hue + degrees / 60.0) % 6.0
-    return value - chroma * torch.minimum(place, 4.0 - place).clamp(0.0, 1.0)
+    sixth = (offset + hue + degrees / 60.0) % 6.0
+    return value - chroma * torch.minimum(sixth, 4.0 - sixth).clamp(0.0, 1.0)
 
 
 def random_colour_changes(
     augment: Augment, num_frames: int, num_images: int, seed: Sequence[int]
 ) -> list[tuple[ColourChange, ...]]:
-    """The changes of the images of each frame of a queue, the current frame's first.
+    """Random distortion of each image of each frame of a queue, the current frame first.
 
     Args:
         seed: (seed, epoch, position).
@@ -97,7 +96,7 @@ def random_colour_changes(
 
 
 def _draw(augment: Augment, rng: np.random.Generator) -> ColourChange:
-    """Always the same number of draws, so that one setting does not change another's values."""
+    """The number of draws is constant, so that one setting does not change another's values."""
     taken = rng.uniform(size=5) < 0.5
     first = rng.uniform() < 0.5
     brightness = rng.uniform(-augment.image_brightness, augment.image_brightness)

@@ -30,7 +30,6 @@ from bev_lightning.data.transforms.gt_sampling import (
     GTSampler,
     GTSampling,
     bev_overlaps,
-    check_lidar_only,
     points_inside,
 )
 from bev_lightning.errors import InputError
@@ -75,7 +74,7 @@ def index(make_tree, tmp_path: Path):
             cos, sin = np.cos(float(targets.yaw[box])), np.sin(float(targets.yaw[box]))
             turn = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
             cloud[:, :3] = local @ turn.T + targets.centre[box].numpy()
-            cloud[:, 3] = 100 + int(targets.label[box])  # intensity tells whose point it is
+            cloud[:, 3] = 100 + int(targets.label[box])  # the intensity identifies the box
             parts.append(cloud)
         frame.lidar[0].path.write_bytes(np.concatenate(parts).astype(np.float32).tobytes())
     return index
@@ -114,7 +113,7 @@ def test_database_holds_the_objects_of_the_split_with_their_points(index, databa
     np.testing.assert_array_equal(again.points(3), database.points(3))
 
 
-def test_database_is_kept_and_made_anew_when_the_tables_change(index, database) -> None:
+def test_database_is_kept_and_rebuilt_when_the_tables_change(index, database) -> None:
     path = ground_truth_path(index, "mini_train", LIDAR)
     before = path.stat().st_mtime_ns
     assert build_ground_truth(index, "mini_train", LIDAR).stamp == database.stamp
@@ -127,7 +126,7 @@ def test_database_is_kept_and_made_anew_when_the_tables_change(index, database) 
 
 
 def cut_until(num_writes: int, index, where: Path) -> None:
-    """In a process of its own: killed before it would put one more file in its place."""
+    """Run in a child process: it is killed before it would write one more file."""
     replace, left = os.replace, [num_writes]
 
     def count(source: str, target: Path) -> None:
@@ -162,7 +161,7 @@ def test_a_killed_database_goes_on_to_the_same_bytes(index, tmp_path: Path) -> N
 
 
 def make_both(kill_after_s: float | None, root: Path, cache: Path, where: Path) -> None:
-    """In a process of its own: index and database, killed wherever it then is."""
+    """Run in a child process: builds index and database, and is killed after some seconds."""
     replace = os.replace
 
     def note(source: str, target: Path) -> None:
@@ -215,17 +214,19 @@ def test_a_database_of_another_schema_is_refused_or_renewed(index, monkeypatch) 
     monkeypatch.setattr(ground_truth, "SCHEMA_VERSION", 999)
     build_ground_truth(index, "mini_train", LIDAR)
     monkeypatch.undo()
-    with pytest.raises(InputError, match=r"has schema 999 .*bev_lightning.prepare with the model="):
+    with pytest.raises(
+        InputError, match=r"schema 999, not 1: .*bev_lightning.prepare and the model="
+    ):
         build_ground_truth(index, "mini_train", LIDAR)
     assert len(build_ground_truth(index, "mini_train", LIDAR, renew=True)) == 6
 
 
 def test_sweeps_are_not_mixed(index, database) -> None:
     fewer = LidarInput(RANGE, sweeps=0, min_distance=0.0)
-    with pytest.raises(InputError, match=r"sweeps = 2 and the model reads sweeps = 0.*sweeps=2"):
+    with pytest.raises(InputError, match=r"sweeps=2 and the model reads sweeps=0.*sweeps=2"):
         database.check(fewer)
     database.path.rename(ground_truth_path(index, "mini_train", fewer))
-    with pytest.raises(InputError, match="sweeps = 2 and the model reads sweeps = 0"):
+    with pytest.raises(InputError, match="sweeps=2 and the model reads sweeps=0"):
         build_ground_truth(index, "mini_train", fewer)
 
 
@@ -234,7 +235,7 @@ def test_broken_files_stop_or_are_left_out(index) -> None:
     path.write_bytes(b"12345")
     with pytest.raises(InputError, match=r"sample scene-0061_\d: .*\(5 bytes\) is cut"):
         build_ground_truth(index, "mini_train", LIDAR)
-    with pytest.warns(UserWarning, match="1 samples gave no objects to paste"):
+    with pytest.warns(UserWarning, match="the ground-truth database lacks 1 samples"):
         database = build_ground_truth(index, "mini_train", LIDAR, on_missing="skip")
     assert len(database) == 4
 
@@ -358,13 +359,27 @@ def test_both_loaders_paste_the_same(index, database) -> None:
         assert torch.equal(one.targets.centre, two.targets.centre)
 
 
+def test_a_database_of_own_classes_holds_these_alone(index) -> None:
+    database = build_ground_truth(index, "mini_train", LIDAR, ("kiosk", "pedestrian"))
+    assert database.classes == ("kiosk", "pedestrian")
+    assert database.counts(("pedestrian", "kiosk", "car"), 1) == {
+        "pedestrian": 3,
+        "kiosk": 0,
+        "car": 0,
+    }
+    assert database.boxes(database.rows("pedestrian", 1), ("pedestrian",)).label.tolist() == [0] * 3
+    subset = build_ground_truth(index, "mini_train", LIDAR, ("pedestrian",))
+    assert subset.classes == DETECTION_CLASSES and subset.counts(("car",), 1) == {"car": 3}
+
+
 def test_only_lidar_models_may_paste() -> None:
-    assert check_lidar_only(INPUTS) is LIDAR
+    assert PASTE.check(INPUTS, CLASSES) is LIDAR
     with pytest.raises(InputError, match=r"this model reads camera.*data.gt_sampling=null"):
-        check_lidar_only(Inputs(camera=CameraInput((32, 64)), lidar=LIDAR))
+        PASTE.check(Inputs(camera=CameraInput((32, 64)), lidar=LIDAR), CLASSES)
     with pytest.raises(InputError, match="reads 2 earlier key frames"):
-        check_lidar_only(Inputs(lidar=LIDAR, history=2))
-    with pytest.raises(InputError, match="names unicorn"):
-        GTSampling({"unicorn": 1})
+        PASTE.check(Inputs(lidar=LIDAR, history=2), CLASSES)
+    with pytest.raises(InputError, match="has unknown classes unicorn: choose from car"):
+        GTSampling({"unicorn": 1}).check(INPUTS, CLASSES)
+    GTSampling({"unicorn": 1, "bus": 1}).check(INPUTS, ["unicorn"])
     with pytest.raises(InputError, match="min_points=0"):
         GTSampling({"car": 1}, min_points=0)

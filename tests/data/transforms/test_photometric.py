@@ -18,6 +18,7 @@ from bev_lightning.data.transforms.photometric import (
     random_colour_changes,
     shift_hue,
 )
+from bev_lightning.errors import InputError
 from bev_lightning.structures import CameraInput, Inputs
 
 CAMERA = CameraInput((32, 64), ("CAM_FRONT", "CAM_BACK"))
@@ -40,7 +41,7 @@ def random_image() -> torch.Tensor:
 def test_hue_and_saturation_are_those_of_hsv(degrees: float) -> None:
     image = random_image()
     image[:, 0, 0] = 100.0  # grey has no hue
-    found = ColourChange(saturation=0.7, hue_deg=degrees).distort(image)
+    found = ColourChange(saturation=0.7, hue_deg=degrees).apply(image)
     for pixel, turned in zip(image.flatten(1).T, found.flatten(1).T, strict=True):
         hue, saturation, value = colorsys.rgb_to_hsv(*(pixel / 255).tolist())
         wanted = colorsys.hsv_to_rgb((hue + degrees / 360) % 1, 0.7 * saturation, value)
@@ -50,9 +51,9 @@ def test_hue_and_saturation_are_those_of_hsv(degrees: float) -> None:
 
 def test_order_of_the_steps() -> None:
     image = random_image()
-    bright = ColourChange(brightness=-300.0, contrast=2.0).distort(image)
+    bright = ColourChange(brightness=-300.0, contrast=2.0).apply(image)
     torch.testing.assert_close(bright, (image - 300) * 2)  # nothing is cut off
-    swapped = ColourChange(channels=(2, 0, 1)).distort(image)
+    swapped = ColourChange(channels=(2, 0, 1)).apply(image)
     assert torch.equal(swapped, image[[2, 0, 1]])
     twice = torch.stack([image, image])
     mean = torch.tensor(CAMERA.mean).view(3, 1, 1)
@@ -90,9 +91,9 @@ def test_draws_follow_the_seed_and_their_ranges() -> None:
     assert {(c.brightness, c.contrast, c.saturation, c.channels) for c in only_hue} == {
         (0.0, 1.0, 1.0, (0, 1, 2))
     }
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(InputError, match="must not be negative"):
         Augment(image_brightness=-1.0)
-    with pytest.raises(ValueError, match="first number must be the smaller"):
+    with pytest.raises(InputError, match="put the smaller number first"):
         Augment(image_contrast=(1.5, 0.5))
 
 
