@@ -16,6 +16,7 @@ KEYS = {
     "data/paste": "data/gt_sampling",
     "model.objective": "model.loss",
     "callbacks.watch": "callbacks.stragglers",
+    "model.network.encoder.turn_centre": "model.network.encoder.rotation_centre",
     "optim.schedule": "scheduler.shape",
     "optim.warmup": "scheduler.warmup",
     "optim.start_factor": "scheduler.start_factor",

@@ -1,9 +1,9 @@
-"""Attention to all keys, and the three deformable attentions of BEVFormer (Li et al., ECCV 2022,
-sections 3.3 and 3.4).
+"""Dense attention, and the three deformable attentions of BEVFormer (Li et al., ECCV 2022, sections
+3.3 and 3.4).
 
-In the latter a query reads a few points of a feature map: where, and how much each counts, are
-linear functions of the query. Positions are fractions of the map, (0, 0) its outer corner; offsets
-are predicted in cells. Softmax and positions are float32 under autocast.
+In deformable attention a query samples a few points of a feature map; offsets and weights are
+linear functions of the query. Positions are fractions of the map with (0, 0) at its outer corner;
+offsets are predicted in cells. Softmax and positions are float32 under autocast.
 """
 
 import math
@@ -20,8 +20,8 @@ from bev_lightning.structures.constants import constant
 
 
 class QueryAttention(nn.MultiheadAttention):
-    """Each query looks at all keys: :class:`torch.nn.MultiheadAttention` with its parameters, on
-    our operator."""
+    """Dense attention: :class:`torch.nn.MultiheadAttention` with the same parameters, on the
+    package's operator."""
 
     def __init__(self, channels: int, num_heads: int, dropout: float) -> None:
         super().__init__(channels, num_heads, dropout, batch_first=True)
@@ -33,8 +33,8 @@ class QueryAttention(nn.MultiheadAttention):
         Args:
             query: ``(B, Q, C)``.
             key, value: ``(B, K, C)``.
-            hidden: bool, of a shape that expands to ``(B, H, Q, K)``: True where a query must not
-                see a key.
+            hidden: bool, of a shape that expands to ``(B, H, Q, K)``: True where a query does
+                not see a key.
 
         Returns:
             ``(B, Q, C)``.
@@ -53,12 +53,12 @@ class QueryAttention(nn.MultiheadAttention):
 
 
 class TemporalSelfAttention(nn.Module):
-    """Each BEV query looks around its place in the previous and in the current BEV map and takes
-    the mean of what it sees in the two.
+    """Each BEV query attends around its cell in the previous and in the current BEV map; the result
+    is the mean of the two.
 
-    As published, what decides where to look is the previous map's feature at the query's own place
-    (before ``value_proj``) together with the query; and what counts as the current map is the FIRST
-    layer's query in every layer, or without a previous map the layer's own query, twice.
+    As published, offsets and weights depend on the previous map's feature at the query's own cell
+    (before ``value_proj``) and on the query. The current map is the FIRST layer's query in every
+    layer; without a previous map both are the layer's own query.
 
     Args:
         channels: width C.
@@ -92,35 +92,35 @@ class TemporalSelfAttention(nn.Module):
         Args:
             query, position: ``(B, Q, C)``, features and their positional encoding.
             previous, current: ``(B, Y * X, C)``, the two maps.
-            references: ``(B, 2, Q, 2)`` place of each query x, y in the previous and the current
+            references: ``(B, 2, Q, 2)`` position x, y of each query in the previous and the current
                 map, fractions.
             shape: Y, X.
-            rows: the cells that the Q queries stand for; all of them unless told.
+            rows: the cells of the Q queries; all by default.
 
         Returns:
             ``(B, Q, C)``, residual included.
         """
         batch, queries, _ = query.shape
-        told = torch.cat([previous[:, rows], query + position], dim=-1)
+        context = torch.cat([previous[:, rows], query + position], dim=-1)
         # The two maps are two levels of one value.
         value = self.value_proj(torch.cat([previous, current], dim=1))
         value = value.view(batch, value.shape[1], self.num_heads, -1)
         layout = (batch, queries, self.num_heads, 2, self.num_points)
-        offsets = self.sampling_offsets(told).view(*layout, 2).float()
-        weights = self.attention_weights(told).view(layout).float().softmax(-1)
-        places = references.transpose(1, 2)[:, :, None, :, None] + offsets / _cells(offsets, shape)
-        mean = multi_scale_deformable_attention(value, [shape, shape], places, 0.5 * weights)
+        offsets = self.sampling_offsets(context).view(*layout, 2).float()
+        weights = self.attention_weights(context).view(layout).float().softmax(-1)
+        points = references.transpose(1, 2)[:, :, None, :, None] + offsets / _cells(offsets, shape)
+        mean = multi_scale_deformable_attention(value, [shape, shape], points, 0.5 * weights)
         return query + self.dropout(self.output_proj(mean))
 
 
 @dataclass(frozen=True)
 class VisibleQueries:
-    """Which BEV queries each camera sees, and where.
+    """The BEV queries that each camera sees.
 
     Attributes:
         seen: ``(B, N, Q)`` bool, an anchor of the query is in front of the camera and in its image.
-        anchors: ``(B, N, Q, D, 2)`` places x, y of the query's D height anchors in the image,
-            fractions; they mean something where ``seen``.
+        anchors: ``(B, N, Q, D, 2)`` positions x, y of the query's D height anchors in the image,
+            fractions; valid where ``seen``.
         num_cameras: ``(B, Q)`` cameras that see the query, at least 1.
     """
 
@@ -130,16 +130,16 @@ class VisibleQueries:
 
 
 class SpatialCrossAttention(nn.Module):
-    """Each BEV query looks around the places of its height anchors in the cameras that see it and
-    takes the mean over those cameras.
+    """Each BEV query attends around its height anchors in the cameras that see it; the result is
+    the mean over those cameras.
 
-    Only the (camera, query) pairs that see each other are computed, for each sample on its own. A
-    query that no camera sees gets the bias of ``output_proj``, as published.
+    Only visible (camera, query) pairs are computed, for each sample separately. A query that no
+    camera sees gets the bias of ``output_proj``, as published.
 
     Args:
         channels: width C.
         num_levels: L feature maps per image.
-        num_points: P points per head and level, shared out evenly to the height anchors.
+        num_points: P points per head and level, divided evenly between the height anchors.
         num_anchors: D height anchors of a query.
 
     Raises:
@@ -159,8 +159,8 @@ class SpatialCrossAttention(nn.Module):
         _check_heads(channels, num_heads)
         if num_points % num_anchors:
             raise InputError(
-                f"{num_points} points cannot be shared out to {num_anchors} height anchors; make "
-                f"model.network.encoder.num_points a multiple of num_anchors"
+                f"{num_points} points cannot be divided between {num_anchors} height anchors; make "
+                "model.network.encoder.num_points a multiple of num_anchors"
             )
         self.deformable_attention = ImageAttention(
             channels, num_heads, num_levels, num_points, num_anchors
@@ -181,7 +181,7 @@ class SpatialCrossAttention(nn.Module):
             query: ``(B, Q, C)``.
             features: ``(B * N, S, C)`` cells of all levels of each image.
             shapes: height, width of each level.
-            visible: see there.
+            visible: see :class:`VisibleQueries`.
 
         Returns:
             ``(B, Q, C)``, residual included.
@@ -195,7 +195,7 @@ class ImageAttention(nn.Module):
     """The sum over the images within :class:`SpatialCrossAttention`; point k belongs to the height
     anchor k modulo D. Softmax over levels and points together.
 
-    Offsets and weights follow from the query alone: all cameras that see it share them."""
+    Offsets and weights depend on the query alone: all cameras that see it share them."""
 
     def __init__(
         self, channels: int, num_heads: int, num_levels: int, num_points: int, num_anchors: int
@@ -231,7 +231,7 @@ class ImageAttention(nn.Module):
 
 
 class MapAttention(nn.Module):
-    """Object queries look around their reference points in the BEV map (Deformable DETR's
+    """Object queries attend around their reference points in the BEV map (Deformable DETR's
     attention with one level).
 
     Args:
@@ -273,18 +273,18 @@ class MapAttention(nn.Module):
         batch, queries, _ = query.shape
         value = self.value_proj(cells).view(batch, cells.shape[1], self.num_heads, -1)
         layout = (batch, queries, self.num_heads, self.num_points)
-        told = query + position
-        offsets = self.sampling_offsets(told).view(*layout, 2).float()
-        weights = self.attention_weights(told).view(layout).float().softmax(-1)
-        places = references[:, :, None, None].float() + offsets / _cells(offsets, shape)[0]
+        positioned = query + position
+        offsets = self.sampling_offsets(positioned).view(*layout, 2).float()
+        weights = self.attention_weights(positioned).view(layout).float().softmax(-1)
+        points = references[:, :, None, None].float() + offsets / _cells(offsets, shape)[0]
         seen = multi_scale_deformable_attention(
-            value, [shape], places.unsqueeze(3), weights.unsqueeze(3)
+            value, [shape], points.unsqueeze(3), weights.unsqueeze(3)
         )
         return query + self.dropout(self.output_proj(seen))
 
 
 def _cells(like: Tensor, *shapes: tuple[int, int]) -> Tensor:
-    """``(L, 1, 2)`` width, height of L maps, in which the offsets of their points are counted."""
+    """``(L, 1, 2)`` width, height of L maps in cells, to convert offsets to fractions."""
     sides = [side for height, width in shapes for side in (width, height)]
     return constant(sides, like).view(-1, 1, 2)
 
@@ -292,8 +292,8 @@ def _cells(like: Tensor, *shapes: tuple[int, int]) -> Tensor:
 def _check_heads(channels: int, num_heads: int) -> None:
     if channels % num_heads:
         raise InputError(
-            f"{channels} channels cannot be shared out to {num_heads} heads; make the channels of "
-            f"model.network a multiple of num_heads"
+            f"{channels} channels cannot be divided between {num_heads} heads; make the channels "
+            "of model.network a multiple of num_heads"
         )
 
 
@@ -303,8 +303,8 @@ def _initialise_linear(linear: nn.Linear) -> None:
 
 
 def _initialise(module: nn.Module, num_heads: int, num_maps: int, num_points: int) -> None:
-    """Head h starts by looking in the direction h / heads of a turn, its k-th point k + 1 cells
-    away (Deformable DETR, appendix A.4); all points count the same."""
+    """Initial offsets of head h point in the direction h / heads of a full turn, k + 1 cells for
+    its k-th point (Deformable DETR, appendix A.4); initial weights are equal."""
     angles = torch.arange(num_heads, dtype=torch.float32) * (2.0 * math.pi / num_heads)
     directions = torch.stack([angles.cos(), angles.sin()], dim=-1)
     directions = directions / directions.abs().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What works on the BEV map after the sensors: fuser, backbone and neck.
+"""BEV fuser, backbone and neck.
 
 Module and parameter names are those of MIT BEVFusion, so that its checkpoints map one to one.
 """
@@ -13,7 +13,7 @@ class ConvFuser(nn.Sequential):
     """Fuses the sensors' BEV maps: concatenation, 3x3 convolution, norm, ReLU (Liu et al. 2023).
 
     Args:
-        in_channels: channels of each sensor's map, in the order in which they are given.
+        in_channels: channels of each sensor's map, in order.
         out_channels: channels of the fused map.
     """
 
@@ -30,7 +30,7 @@ class ConvFuser(nn.Sequential):
         """Maps ``(B, C_i, Y, X)`` to ``(B, out_channels, Y, X)``.
 
         Raises:
-            ValueError: the maps do not have the channels that the fuser was built for.
+            ValueError: the maps have other channels than the fuser was built for.
         """
         channels = tuple(bev.shape[1] for bev in maps)
         if channels != self.in_channels:
@@ -49,7 +49,7 @@ class SECOND(nn.Module):
         out_channels: channels of each stage.
         layer_nums: convolutions of each stage after its first.
         layer_strides: stride of each stage's first convolution.
-        norm_eps, norm_momentum: of the batch norms; the published values.
+        norm_momentum: of the batch norms; the published value.
     """
 
     def __init__(
@@ -58,13 +58,12 @@ class SECOND(nn.Module):
         out_channels: Sequence[int] = (128, 256),
         layer_nums: Sequence[int] = (5, 5),
         layer_strides: Sequence[int] = (1, 2),
-        norm_eps: float = 1e-3,
         norm_momentum: float = 0.01,
     ) -> None:
         super().__init__()
         if not len(out_channels) == len(layer_nums) == len(layer_strides):
             raise ValueError(
-                f"SECOND takes one entry a stage, got out_channels {tuple(out_channels)}, "
+                f"SECOND takes one entry per stage, got out_channels {tuple(out_channels)}, "
                 f"layer_nums {tuple(layer_nums)}, layer_strides {tuple(layer_strides)}"
             )
         self.blocks = nn.ModuleList()
@@ -75,7 +74,7 @@ class SECOND(nn.Module):
                     nn.Conv2d(
                         in_channels, channels, 3, stride if layer == 0 else 1, padding=1, bias=False
                     ),
-                    nn.BatchNorm2d(channels, eps=norm_eps, momentum=norm_momentum),
+                    nn.BatchNorm2d(channels, eps=1e-3, momentum=norm_momentum),
                     nn.ReLU(inplace=True),
                 ]
                 in_channels = channels
@@ -83,7 +82,7 @@ class SECOND(nn.Module):
         self.out_channels = tuple(out_channels)
 
     def forward(self, bev: Tensor) -> tuple[Tensor, ...]:
-        """``(B, in_channels, Y, X)`` to one map a stage ``(B, out_channels[i], Y_i, X_i)``."""
+        """``(B, in_channels, Y, X)`` to one map per stage ``(B, out_channels[i], Y_i, X_i)``."""
         outputs = []
         for block in self.blocks:
             bev = block(bev)
@@ -92,16 +91,14 @@ class SECOND(nn.Module):
 
 
 class SECONDFPN(nn.Module):
-    """Brings the stages of :class:`SECOND` to one size and concatenates them.
+    """Resizes the stages of :class:`SECOND` to one size and concatenates them.
 
     Args:
         in_channels: channels of each stage.
-        out_channels: channels of each stage after it was brought to the common size.
-        upsample_strides: factor of each stage; 1/2 and the like take it down by a strided
-            convolution.
-        conv_at_stride_one: a 1x1 convolution, as published, rather than a transposed one where the
-            size stays (they differ in the layout of the weights).
-        norm_eps, norm_momentum: of the batch norms; the published values.
+        out_channels: channels of each stage after resizing.
+        upsample_strides: factor of each stage; below 1, such as 1/2, a strided convolution
+            downsamples.
+        norm_momentum: of the batch norms; the published value.
     """
 
     def __init__(
@@ -109,14 +106,12 @@ class SECONDFPN(nn.Module):
         in_channels: Sequence[int] = (128, 256),
         out_channels: Sequence[int] = (256, 256),
         upsample_strides: Sequence[float] = (1, 2),
-        conv_at_stride_one: bool = True,
-        norm_eps: float = 1e-3,
         norm_momentum: float = 0.01,
     ) -> None:
         super().__init__()
         if not len(in_channels) == len(out_channels) == len(upsample_strides):
             raise ValueError(
-                f"SECONDFPN takes one entry a stage, got in_channels {tuple(in_channels)}, "
+                f"SECONDFPN takes one entry per stage, got in_channels {tuple(in_channels)}, "
                 f"out_channels {tuple(out_channels)}, upsample_strides {tuple(upsample_strides)}"
             )
         self.deblocks = nn.ModuleList()
@@ -124,12 +119,12 @@ class SECONDFPN(nn.Module):
             in_channels, out_channels, upsample_strides, strict=True
         ):
             resize: nn.Module
-            if factor > 1 or (factor == 1 and not conv_at_stride_one):
+            if factor > 1:
                 resize = nn.ConvTranspose2d(inside, outside, int(factor), int(factor), bias=False)
             else:
                 stride = round(1 / factor)
                 resize = nn.Conv2d(inside, outside, stride, stride, bias=False)
-            norm = nn.BatchNorm2d(outside, eps=norm_eps, momentum=norm_momentum)
+            norm = nn.BatchNorm2d(outside, eps=1e-3, momentum=norm_momentum)
             self.deblocks.append(nn.Sequential(resize, norm, nn.ReLU(inplace=True)))
         self.out_channels = sum(out_channels)
 

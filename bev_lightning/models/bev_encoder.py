@@ -1,4 +1,4 @@
-"""BEVFormer's encoder: learned BEV queries that gather the previous map and the images."""
+"""BEVFormer's encoder: learned BEV queries attend to the previous map and to the images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from bev_lightning.models.ego_motion import (
     motion_from_can_bus,
     motion_from_pose,
     origin_cell,
-    turn_map,
+    rotate_map,
 )
 from bev_lightning.models.protocol import RowParallel
 from bev_lightning.structures import BevGrid
@@ -32,7 +32,7 @@ from bev_lightning.structures.geometry import project
 class PreviousBev:
     """Attributes:
     bev: ``(B, C, Y, X)`` the encoder's map of the previous frame, in the previous model frame.
-    valid: ``(B,)`` bool, False for samples that start afresh.
+    valid: ``(B,)`` bool, False for samples without a previous frame.
     """
 
     bev: Tensor
@@ -41,18 +41,18 @@ class PreviousBev:
 
 @dataclass(frozen=True)
 class EncoderScene:
-    """What the layers of the encoder share, for the Q queries of ``rows``.
+    """Inputs shared by the encoder's layers, for the Q queries of ``rows``.
 
     Attributes:
         first: ``(B, Y * X, C)`` all queries before the first layer.
-        past: ``(B, Y * X, C)`` the previous map, turned.
+        past: ``(B, Y * X, C)`` the previous map, rotated.
         keep: ``(B, 1, 1)`` bool, False where there is no previous map.
-        position: ``(B, Q, C)`` encoding of the cells.
-        references: ``(B, 2, Q, 2)`` places in the previous and the current map, fractions.
+        position: ``(B, Q, C)`` positional encoding of the cells.
+        references: ``(B, 2, Q, 2)`` positions in the previous and the current map, fractions.
         features: ``(B * N, S, C)`` cells of all levels of the images.
         shapes: height, width of each level.
-        visible: which of the Q queries each camera sees.
-        rows: the cells that the Q queries stand for.
+        visible: the queries that each camera sees.
+        rows: the cells of the Q queries.
     """
 
     first: Tensor
@@ -67,31 +67,31 @@ class EncoderScene:
 
 
 class BEVEncoder(nn.Module):
-    """Learned queries, one for each BEV cell, that gather the previous map and the images.
+    """Learned queries, one for each BEV cell, that attend to the previous map and to the images.
 
-    Kept from the published code because its weights depend on it: a pixel's place in the image is
-    u / W, though pixel centres lie at integers.
+    Kept from the published code because its weights depend on it: a pixel's position in the image
+    is u / W, though pixel centres are at integers.
 
     Args:
         grid: of the BEV map.
         channels: width C.
         num_levels: L feature maps per image.
         num_cameras: N.
-        num_anchors: D heights at which a cell is looked for in the images, evenly spread over the
-            grid's z range from half a metre above its bottom to half a metre below its top.
+        num_anchors: D heights at which a cell is projected into the images, evenly spaced from half
+            a metre above the bottom of the grid's z range to half a metre below its top.
         num_points: points per head and level in the images, a multiple of D.
         num_temporal_points: points per head in each of the two BEV maps.
         motion: ``can_bus`` reads the ego motion as published; ``pose`` takes it from
             ``lidar_from_previous_lidar`` and is right under BEV augmentation too.
         use_can_bus: add an embedding of the CAN bus vector to the queries. It holds the absolute
             heading, which the published weights were trained with.
-        turn_centre: cell x, y about which the previous map is turned; None takes the origin of the
-            model frame. The published tiny and small models turn about (100, 100), a corner of
-            theirs.
+        rotation_centre: cell x, y about which the previous map is rotated; None: the origin of the
+            model frame. The published tiny and small models rotate about (100, 100), outside the
+            middle of their maps.
         gradient_checkpointing: recompute each layer in the backward pass instead of storing it.
     """
 
-    places: Tensor
+    cell_centres: Tensor
     anchors: Tensor
 
     def __init__(
@@ -109,7 +109,7 @@ class BEVEncoder(nn.Module):
         dropout: float = 0.1,
         motion: Literal["can_bus", "pose"] = "can_bus",
         use_can_bus: bool = True,
-        turn_centre: tuple[float, float] | None = None,
+        rotation_centre: tuple[float, float] | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -120,9 +120,9 @@ class BEVEncoder(nn.Module):
         if channels % 2:
             raise InputError(f"model.network.encoder.channels={channels} must be even")
         self.grid, self.channels, self.motion = grid, channels, motion
-        self.turn_centre = origin_cell(grid)
-        if turn_centre is not None:
-            self.turn_centre = (float(turn_centre[0]), float(turn_centre[1]))
+        self.rotation_centre = origin_cell(grid)
+        if rotation_centre is not None:
+            self.rotation_centre = (float(rotation_centre[0]), float(rotation_centre[1]))
         self.gradient_checkpointing = gradient_checkpointing
         height, width = grid.shape
         self.queries = nn.Parameter(torch.randn(height * width, channels))
@@ -151,7 +151,7 @@ class BEVEncoder(nn.Module):
         y, x, z = torch.meshgrid(y, x, z, indexing="ij")
         fractions = torch.stack([x, y, z], dim=-1).flatten(0, 1)
         anchors = fractions * (high - low) + low  # (Y * X, D, 3)
-        self.register_buffer("places", fractions[:, 0, :2].clone(), persistent=False)
+        self.register_buffer("cell_centres", fractions[:, 0, :2].clone(), persistent=False)
         self.register_buffer("anchors", anchors, persistent=False)
 
     def forward(
@@ -169,9 +169,9 @@ class BEVEncoder(nn.Module):
             maps: L feature maps ``(B, N, C, h, w)``.
             image_from_lidar: ``(B, N, 4, 4)``.
             image_size: height, width that u and v are divided by, padding included [pixels].
-            can_bus: ``(B, 18)``, or None where neither ``motion`` nor ``use_can_bus`` needs it.
+            can_bus: ``(B, 18)``, or None if neither ``motion`` nor ``use_can_bus`` needs it.
             lidar_from_previous_lidar: ``(B, 4, 4)``.
-            previous: the previous frame's map; None starts all samples afresh.
+            previous: the previous frame's map; None: no sample has one.
             row_parallel: processes that share the queries of all their samples, each with a strip
                 of rows; they gather them after each layer, since the next layer's temporal
                 attention may look anywhere.
@@ -215,22 +215,22 @@ class BEVEncoder(nn.Module):
         previous: PreviousBev | None = None,
         rows: slice = slice(None),
     ) -> EncoderScene:
-        """What the layers need for the queries of some cells; see :meth:`forward`."""
+        """Inputs of the layers for the queries of some cells; see :meth:`forward`."""
         self._check(maps, can_bus)
         batch = image_from_lidar.shape[0]
         query = self.queries.unsqueeze(0).expand(batch, -1, -1)
         if self.can_bus_mlp is not None:
             assert can_bus is not None
             query = query + self.can_bus_mlp(can_bus.to(query.dtype)).unsqueeze(1)
-        places = self.places[rows]
-        references = places.expand(batch, 2, -1, -1)
+        centres = self.cell_centres[rows]
+        references = centres.expand(batch, 2, -1, -1)
         past, keep = query, query.new_zeros(batch, 1, 1, dtype=torch.bool)
         if previous is not None:
             motion = self.ego_motion(can_bus, lidar_from_previous_lidar)
-            turned = turn_map(previous.bev.detach(), motion.turn, self.turn_centre)
-            past, keep = turned.flatten(2).transpose(1, 2), previous.valid.view(-1, 1, 1)
-            shifted = places + self.shift(motion).unsqueeze(1) * keep
-            references = torch.stack([shifted, places.expand(batch, -1, -1)], dim=1)
+            rotated = rotate_map(previous.bev.detach(), motion.rotation, self.rotation_centre)
+            past, keep = rotated.flatten(2).transpose(1, 2), previous.valid.view(-1, 1, 1)
+            shifted = centres + self.shift(motion).unsqueeze(1) * keep
+            references = torch.stack([shifted, centres.expand(batch, -1, -1)], dim=1)
         return EncoderScene(
             first=query,
             past=past,
@@ -286,9 +286,8 @@ class BEVEncoder(nn.Module):
     def project_anchors(
         self, image_from_lidar: Tensor, image_size: tuple[int, int], rows: slice = slice(None)
     ) -> tuple[Tensor, Tensor]:
-        """Where each camera sees the anchors of the Q cells of ``rows``: fractions of the image
-        ``(B, N, Q, D, 2)``, which mean something where the second result ``(B, N, Q, D)`` bool says
-        so."""
+        """Projections of the anchors of the Q cells of ``rows`` into the images: fractions
+        ``(B, N, Q, D, 2)``, and ``(B, N, Q, D)`` bool where they are visible and so valid."""
         anchors = self.anchors[rows]
         with torch.autocast(image_from_lidar.device.type, enabled=False):
             flat = anchors.float().flatten(0, 1)
@@ -301,14 +300,14 @@ class BEVEncoder(nn.Module):
     def find_visible(
         self, image_from_lidar: Tensor, image_size: tuple[int, int], rows: slice = slice(None)
     ) -> VisibleQueries:
-        """Which queries each camera sees: those of which it sees an anchor, with all of them."""
+        """The queries that each camera sees: those with at least one visible anchor."""
         with torch.no_grad():
             fractions, is_seen = self.project_anchors(image_from_lidar, image_size, rows)
             seen = is_seen.any(-1)
             return VisibleQueries(seen, fractions, seen.sum(1).clamp(min=1))
 
     def _embed_features(self, maps: Sequence[Tensor]) -> Tensor:
-        """``(B * N, S, C)`` cells of all levels, told apart by camera and level."""
+        """``(B * N, S, C)`` cells of all levels, with embeddings of camera and level."""
         levels = []
         for level, features in enumerate(maps):
             embedding = self.camera_embedding + self.level_embedding[level]
@@ -319,12 +318,12 @@ class BEVEncoder(nn.Module):
     def _check(self, maps: Sequence[Tensor], can_bus: Tensor | None) -> None:
         if len(maps) != len(self.level_embedding):
             raise InputError(
-                f"the encoder takes {len(self.level_embedding)} feature maps and the neck gives "
+                f"the encoder takes {len(self.level_embedding)} feature maps and the neck returns "
                 f"{len(maps)}; set model.network.encoder.num_levels"
             )
         if maps[0].shape[1] != len(self.camera_embedding):
             raise InputError(
-                f"the encoder was made for {len(self.camera_embedding)} cameras and gets "
+                f"the encoder has {len(self.camera_embedding)} cameras and the batch "
                 f"{maps[0].shape[1]}; set model.network.encoder.num_cameras"
             )
         if can_bus is None and (self.motion == "can_bus" or self.can_bus_mlp is not None):
@@ -370,7 +369,7 @@ class EncoderLayer(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers on each query, residual included."""
+    """Two linear layers, residual included."""
 
     def __init__(self, channels: int, hidden_channels: int, dropout: float) -> None:
         super().__init__()

@@ -18,8 +18,8 @@ from bev_lightning.structures.predictions import BEVFormerPredictions
 class BEVFormer(nn.Module):
     """Image backbone and neck, BEV encoder, and a set-prediction head.
 
-    Called with a batch alone it looks at that frame alone;
-    :class:`bev_lightning.modules.bevformer.BEVFormerModule` hands it the previous map.
+    Without ``previous`` each frame is processed alone;
+    :class:`bev_lightning.modules.bevformer.BEVFormerModule` passes the previous BEV map.
 
     Args:
         backbone: images ``(M, 3, H, W)`` to maps.
@@ -29,8 +29,7 @@ class BEVFormer(nn.Module):
         pad_multiple: images are padded with zeros on the right and at the bottom to a multiple of
             this [pixels]; 1 pads nothing.
         perspective: supervises the image branch in training, see
-            :class:`bev_lightning.models.perspective.PerspectiveHead`; None, as published, leaves
-            that out.
+            :class:`bev_lightning.models.perspective.PerspectiveHead`; None as published.
     """
 
     def __init__(
@@ -63,28 +62,28 @@ class BEVFormer(nn.Module):
     def supervise(
         self, predictions: BEVFormerPredictions, batch: Batch, features: Tensor
     ) -> BEVFormerPredictions:
-        """With what the first level of the images ``(B, N, C, h, w)`` tells alone, where the model
-        has a head for it."""
+        """Adds the perspective head's predictions from the first image level ``(B, N, C, h, w)``,
+        if there is such a head."""
         if self.perspective is None:
             return predictions
         cameras = _cameras(batch)
-        told = self.perspective(features, cameras.image_from_lidar, self.padded_size(cameras))
-        return replace(predictions, perspective=told)
+        detections = self.perspective(features, cameras.image_from_lidar, self.padded_size(cameras))
+        return replace(predictions, perspective=detections)
 
     def dense_regions(self) -> list[nn.Module]:
-        """What torch.compile takes whole: the image branch, and each layer of encoder and head with
-        the branches that predict from it. One layer stands for all of its kind."""
+        """The image branch, and each layer of encoder and head with its prediction branches; layers
+        of one kind share the compiled code."""
         head = [self.head.layers, self.head.class_branches, self.head.box_branches]
         layers = [part for parts in (self.encoder.layers, *head) for part in parts]  # type: ignore[union-attr]
         return [self.backbone, self.neck, *layers]
 
     def padded_size(self, cameras: Cameras) -> tuple[int, int]:
-        """Height and width of the images that the backbone sees [pixels]."""
+        """Height and width of the padded images [pixels]."""
         height, width = cameras.images.shape[-2:]
         return height + -height % self.pad_multiple, width + -width % self.pad_multiple
 
     def map_size(self, cameras: Cameras) -> tuple[int, int]:
-        """Height and width of the first feature map, which ``perspective`` looks at."""
+        """Height and width of the first feature map, the input of ``perspective``."""
         assert self._map_size is not None
         return self._map_size(*self.padded_size(cameras))
 
@@ -128,7 +127,7 @@ class BEVFormer(nn.Module):
         return bev
 
     def detect(self, bev: Tensor, targets: Boxes3D | None = None) -> BEVFormerPredictions:
-        """Detections on a BEV map; annotations only to disturb them for denoising."""
+        """Detections on a BEV map; annotations serve denoising only."""
         predictions: BEVFormerPredictions = self.head(bev, targets)
         return predictions
 
@@ -178,7 +177,7 @@ class BEVFormer(nn.Module):
 def _cameras(batch: Batch) -> Cameras:
     if batch.cameras is None:
         raise InputError(
-            f"BEVFormer reads cameras but the samples {', '.join(batch.sample_tokens)} bring none; "
-            f"add them to model.inputs"
+            f"BEVFormer reads cameras but the samples {', '.join(batch.sample_tokens)} have none; "
+            "add them to model.inputs"
         )
     return batch.cameras

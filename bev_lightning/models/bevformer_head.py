@@ -1,4 +1,4 @@
-"""BEVFormer's detection head: object queries that look into the BEV map and refine their boxes."""
+"""BEVFormer's detection head: object queries attend to the BEV map and refine their boxes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +26,9 @@ from bev_lightning.structures.predictions import (
 
 # The bias of a classifier that starts at a probability of 0.01 (RetinaNet, section 4.1).
 RARE_BIAS = -4.59512
+# Noise of the denoising queries: largest shift of a centre in half sizes of its box, and
+# probability of a wrong class.
+DENOISING_SHIFT, DENOISING_FLIP = 1.0, 0.2
 
 
 class BEVFormerHead(nn.Module):
@@ -35,30 +38,26 @@ class BEVFormerHead(nn.Module):
     Each layer predicts class and box of every query; the box's centre relative to the query's
     reference point, which the next layer takes from there without gradient.
 
-    The published head is what the defaults say. Two options let it learn in minutes on a CPU, where
-    the published one, which needs hundreds of thousands of steps, learns nothing; both are OFF in
-    the published configurations:
+    The defaults are the published head. Two options make it learn in minutes on a CPU, where the
+    published one, which needs hundreds of thousands of steps, learns nothing:
 
-    * ``heatmap_start``: queries start from the peaks of a class heatmap (as TransFusion's do), at
-      the peak, with the feature there, its class, and its class probabilities as the first guess.
-    * ``num_denoising``: in training further queries start from disturbed annotations and learn to
-    restore
-      them, which needs no matching (DN-DETR, Li et al., CVPR 2022).
+    * ``heatmap_start``: queries start from the peaks of a class heatmap, as TransFusion's do, with
+      the feature, the class and the class logits of the peak's cell.
+    * ``num_denoising``: in training further queries start from noisy annotations and learn to
+      restore them, which needs no matching (DN-DETR, Li et al., CVPR 2022).
 
     Args:
         grid: of the BEV map; centres are predicted within its range.
         channels: width C of map and queries.
         num_queries: Q.
         num_points: points per head of the attention to the map.
-        max_boxes: (query, class) pairs that decode takes, by descending probability.
-        score_threshold: of decode: pairs with a probability above it; where a sample has none, the
-            threshold is lowered in steps of a tenth until one passes. None keeps all.
+        max_boxes: (query, class) pairs with the highest probability that decode returns.
+        score_threshold: of decode: pairs with a probability above it; if a sample has none, the
+            threshold is lowered by a tenth until one passes. None keeps all.
         range_m: of decode: boxes with ``low <= x, y, z <= high`` of x_min, y_min, z_min, x_max,
             y_max, z_max.
         heatmap_start: see above.
         num_denoising: see above: queries per annotation, 0 for none.
-        denoising_shift: how far a disturbed centre may lie off, in half sizes of the box.
-        denoising_flip: probability of a wrong class.
 
     Raises:
         InputError: more queries than peaks, or a BEV map that does not fit the grid.
@@ -80,8 +79,6 @@ class BEVFormerHead(nn.Module):
         range_m: Sequence[float] | None = None,
         heatmap_start: bool = False,
         num_denoising: int = 0,
-        denoising_shift: float = 1.0,
-        denoising_flip: float = 0.2,
     ) -> None:
         super().__init__()
         if heatmap_start and num_queries > num_classes * grid.shape[0] * grid.shape[1]:
@@ -94,7 +91,6 @@ class BEVFormerHead(nn.Module):
         self.score_threshold = score_threshold
         self.range_m = None if range_m is None else tuple(map(float, range_m))
         self.heatmap_start, self.num_denoising = heatmap_start, num_denoising
-        self.denoising_shift, self.denoising_flip = denoising_shift, denoising_flip
         self.learned = None if heatmap_start else LearnedStart(channels, num_queries)
         seeded = heatmap_start or num_denoising > 0
         self.seeded = SeededStart(grid, channels, num_classes, heatmap_start) if seeded else None
@@ -125,14 +121,14 @@ class BEVFormerHead(nn.Module):
             for _ in range(num_layers)
         )
         for branch in self.class_branches:
-            # A first guess from the heatmap has the classes' rarity in it already.
+            # Logits from the heatmap include the prior already.
             nn.init.constant_(branch[-1].bias, 0.0 if heatmap_start else RARE_BIAS)  # type: ignore[index]
 
     def forward(self, bev: Tensor, targets: Boxes3D | None = None) -> BEVFormerPredictions:
         """Detect on a BEV map ``(B, C, Y, X)``.
 
         Args:
-            targets: ``(B, M)`` annotations for denoising; None leaves that out.
+            targets: ``(B, M)`` annotations for denoising; None: no denoising.
         """
         if tuple(bev.shape[-2:]) != self.codec.grid.shape:
             raise InputError(
@@ -149,8 +145,8 @@ class BEVFormerHead(nn.Module):
         count = start.query.shape[1]
         if targets is not None and self.num_denoising and targets.num:
             assert self.seeded is not None
-            disturbed, box, valid = self._disturb(bev, heatmap, targets)
-            start = start.join(disturbed)
+            noisy, box, valid = self._add_noise(bev, heatmap, targets)
+            start = start.join(noisy)
             unused = torch.cat([valid.new_zeros(valid.shape[0], count), ~valid], dim=1)
             hidden = unused[:, None, None] | _denoising_mask(
                 count, targets.num, self.num_denoising, bev.device
@@ -164,7 +160,7 @@ class BEVFormerHead(nn.Module):
 
     def decode(self, predictions: BEVFormerPredictions) -> Boxes3D:
         """Boxes ``(B, max_boxes)`` of the last layer by descending score; a query may appear with
-        several classes. What range and threshold leave out is marked invalid."""
+        several classes. Boxes outside range and threshold are marked invalid."""
         queries = predictions.queries
         probability = queries.logits[-1].float().sigmoid()
         num_classes = probability.shape[-1]
@@ -199,27 +195,28 @@ class BEVFormerHead(nn.Module):
             logits = class_branch(query).float()
             box = in_float32(box_branch[-1], box_branch[:-1](query))  # type: ignore[index]
             offset = torch.cat([box[..., :2], box[..., 4:5]], dim=-1)
-            place = (offset + inverse_sigmoid(reference)).sigmoid()
-            centre = place * (high - low) + low
+            fraction = (offset + inverse_sigmoid(reference)).sigmoid()
+            centre = fraction * (high - low) + low
             all_logits.append(logits if start.logits is None else logits + start.logits)
             all_code.append(
                 torch.cat([centre[..., :2], box[..., 2:4], centre[..., 2:], box[..., 5:]], dim=-1)
             )
-            reference = place.detach()
+            reference = fraction.detach()
         return torch.stack(all_logits), torch.stack(all_code)
 
-    def _disturb(
+    def _add_noise(
         self, bev: Tensor, heatmap: Tensor | None, targets: Boxes3D
     ) -> tuple[QueryStart, Tensor, Tensor]:
-        """Queries from annotations that were shifted and given wrong classes: ``num_denoising``
-        groups of M; the annotation ``(B, G * M)`` of each and whether there is one."""
+        """Denoising queries, G = ``num_denoising`` groups of M, from annotations with shifted
+        centres and flipped classes; the annotation index ``(B, G * M)`` of each, and whether it is
+        valid."""
         assert self.seeded is not None
         groups, grid = self.num_denoising, self.codec.grid
         centre = targets.centre[..., :2].float().nan_to_num().repeat(1, groups, 1)
         half = 0.5 * targets.size[..., :2].float().amin(-1, keepdim=True).repeat(1, groups, 1)
-        centre = centre + (2 * torch.rand_like(centre) - 1) * half * self.denoising_shift
+        centre = centre + (2 * torch.rand_like(centre) - 1) * half * DENOISING_SHIFT
         label = targets.label.clamp(0, self.num_classes - 1).repeat(1, groups)
-        flip = torch.rand(label.shape, device=label.device) < self.denoising_flip
+        flip = torch.rand(label.shape, device=label.device) < DENOISING_FLIP
         label = torch.where(flip, torch.randint_like(label, self.num_classes), label)
         start = self.seeded.at(bev, heatmap, grid.to_cells(centre), label)
         box = torch.arange(targets.num, device=label.device).repeat(groups)
@@ -258,22 +255,22 @@ class DecoderLayer(nn.Module):
             references: ``(B, Q, 2)`` x, y, fractions of the map.
             hidden: ``(B, 1, Q, Q)`` bool, True where the row's query must not see the column's.
         """
-        told = query + position
-        attended = self.self_attention(told, told, query, hidden)
+        positioned = query + position
+        attended = self.self_attention(positioned, positioned, query, hidden)
         query = self.norm1(query + self.dropout(attended))
         query = self.norm2(self.map_attention(query, position, cells, shape, references))
         return self.norm3(self.feed_forward(query))
 
 
 def inverse_sigmoid(value: Tensor, eps: float = 1e-5) -> Tensor:
-    """Logit of ``value`` in 0..1, whose ends are held off by ``eps``."""
+    """Logit of ``value`` in 0..1, clamped to ``eps`` from both ends."""
     value = value.clamp(0.0, 1.0)
     return (value.clamp(min=eps) / (1.0 - value).clamp(min=eps)).log()
 
 
 def _passes(score: Tensor, threshold: float) -> Tensor:
-    """Which scores ``(B, M)`` lie above the threshold; of a sample with none, those that reach the
-    first of threshold x 0.9, x 0.81 ... that one reaches, and all where that falls below 0.01."""
+    """Which scores ``(B, M)`` exceed the threshold; if a sample has none, those that reach the
+    first of threshold x 0.9, x 0.81 ... that any score reaches, and all of them below 0.01."""
     above = score > threshold
     best = score.amax(-1, keepdim=True)
     passed = torch.ones_like(above)
@@ -289,8 +286,8 @@ def _passes(score: Tensor, threshold: float) -> Tensor:
 def _denoising_mask(
     num_queries: int, num_boxes: int, num_groups: int, device: torch.device
 ) -> Tensor:
-    """``(Q, Q)``, True where a row does not see a column: detections see each other only, a group
-    of disturbed annotations sees itself and them."""
+    """``(Q, Q)``, True where a row does not see a column: detections see each other only, a
+    denoising group sees itself and the detections."""
     group = torch.arange(1, num_groups + 1, device=device).repeat_interleave(num_boxes)
     group = torch.cat([group.new_zeros(num_queries), group])
     return (group.unsqueeze(1) != group) & (group != 0)

@@ -1,4 +1,4 @@
-"""BEVFusion: every sensor to one bird's-eye view, fused there (Liu et al., ICRA 2023)."""
+"""BEVFusion: sensors fused in the bird's-eye view (Liu et al., ICRA 2023)."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -66,11 +66,15 @@ class BEVFusion(nn.Module):
         return self.detect(self.fuse(maps), batch, depth_logits)
 
     def cameras_of(self, batch: Batch) -> Cameras:
-        """The cameras of a batch, which must bring them."""
+        """The cameras of a batch.
+
+        Raises:
+            InputError: it has none.
+        """
         return _present(batch.cameras, "cameras", batch)
 
     def range_maps(self, batch: Batch) -> list[Tensor]:
-        """BEV maps of lidar and radar, as far as the network reads them."""
+        """BEV maps of the lidar and radar branches that there are."""
         maps: list[Tensor] = []
         if self.lidar is not None:
             maps.append(self.lidar(_present(batch.points, "points", batch)))
@@ -79,7 +83,7 @@ class BEVFusion(nn.Module):
         return maps
 
     def fuse(self, maps: Sequence[Tensor]) -> Tensor:
-        """The sensors' maps to the one that the head reads."""
+        """Fuse the sensors' maps and run the BEV backbone and neck."""
         bev = maps[0] if self.fuser is None else self.fuser(maps)
         fused: Tensor = self.neck(self.backbone(bev))
         return fused
@@ -87,7 +91,7 @@ class BEVFusion(nn.Module):
     def detect(
         self, bev: Tensor, batch: Batch, depth_logits: Tensor | None
     ) -> BEVFusionPredictions:
-        """Detections on the fused map, and what the depth logits are compared with."""
+        """Detections on the fused map, and the depth logits with their targets."""
         detections = self.head(bev)
         if not self.supervise_depth:
             return BEVFusionPredictions(detections)
@@ -97,8 +101,8 @@ class BEVFusion(nn.Module):
         return BEVFusionPredictions(detections, depth_logits, target)
 
     def dense_regions(self) -> list[nn.Module]:
-        """What torch.compile takes whole: the image branch up to the lift, and all of the BEV map's
-        parts. Left out is what works on points, voxels and the lift's index lists."""
+        """The image branch up to the lift, and all parts on the BEV map; not those on points,
+        voxels and the lift's index lists."""
         camera = [] if self.camera is None else [self.camera.backbone, self.camera.neck]
         fuser = [] if self.fuser is None else [self.fuser]
         return [*camera, *fuser, self.backbone, self.neck, self.head]
@@ -157,7 +161,7 @@ class BEVFusion(nn.Module):
 def _present(value: _T | None, name: str, batch: Batch) -> _T:
     if value is None:
         raise InputError(
-            f"the network reads {name} but the samples {', '.join(batch.sample_tokens)} bring "
-            f"none; add the sensor to model.inputs"
+            f"the network reads {name} but the samples {', '.join(batch.sample_tokens)} have "
+            "none; add the sensor to model.inputs"
         )
     return value

@@ -1,4 +1,4 @@
-"""How the previous BEV map is brought to where the ego stands now (BEVFormer, section 3.4)."""
+"""Aligns the previous BEV map with the current frame (BEVFormer, section 3.4)."""
 
 import math
 from dataclasses import dataclass
@@ -13,24 +13,23 @@ from bev_lightning.structures.geometry import yaw_of
 
 @dataclass(frozen=True)
 class EgoMotion:
-    """What the model frame did since the previous frame.
+    """Motion of the model frame since the previous frame.
 
     Attributes:
-        shift: ``(B, 2)`` x, y [m]: what lies at p now lay at p + shift in the previous map after
-            that was turned.
-        turn: ``(B,)`` [rad], counter-clockwise.
+        shift: ``(B, 2)`` x, y [m]: a point at p now is at p + shift in the rotated previous map.
+        rotation: ``(B,)`` [rad], counter-clockwise.
     """
 
     shift: Tensor
-    turn: Tensor
+    rotation: Tensor
 
 
 def motion_from_can_bus(can_bus: Tensor) -> EgoMotion:
     """Motion as the published code reads it from ``(B, 18)``, with the change of the ego's position
     0:2 [m] and yaw 17 [degrees], and its yaw 16 [rad].
 
-    It takes the lidar for the ego's position and its y axis for the direction of travel, which
-    is right to some centimetres, and knows nothing of BEV augmentation.
+    It assumes the lidar at the ego's position with its y axis in the direction of travel, which is
+    right to some centimetres, and ignores BEV augmentation.
     """
     can_bus = can_bus.float()
     length = can_bus[:, :2].norm(dim=-1)
@@ -40,35 +39,35 @@ def motion_from_can_bus(can_bus: Tensor) -> EgoMotion:
 
 
 def motion_from_pose(lidar_from_previous_lidar: Tensor) -> EgoMotion:
-    """Motion of the model frame itself from ``(B, 4, 4)``; right for any sensor and under BEV
-    augmentation, as long as that is the same in both frames."""
+    """Motion of the model frame itself from ``(B, 4, 4)``; right for any sensor, and under BEV
+    augmentation if both frames have the same."""
     pose = lidar_from_previous_lidar.float()
     return EgoMotion(-pose[:, :2, 3], -yaw_of(pose))
 
 
-def turn_map(bev: Tensor, turn: Tensor, centre: tuple[float, float]) -> Tensor:
-    """A map as seen after a turn: nearest cells, zero where there was none.
+def rotate_map(bev: Tensor, rotation: Tensor, centre: tuple[float, float]) -> Tensor:
+    """Rotate a map: nearest cells, zero outside of it.
 
     Args:
         bev: ``(B, C, Y, X)``.
-        turn: ``(B,)`` [rad], counter-clockwise about ``centre`` (x, y in cells, the first cell's
-            centre is 0.5).
+        rotation: ``(B,)`` [rad], counter-clockwise about ``centre``.
+        centre: x, y in cells; the first cell's centre is 0.5.
     """
     height, width = bev.shape[-2:]
     with torch.autocast(bev.device.type, enabled=False):
-        turn = turn.float()
+        rotation = rotation.float()
         x = torch.arange(width, device=bev.device) + 0.5 - centre[0]
         y = (torch.arange(height, device=bev.device) + 0.5 - centre[1]).unsqueeze(-1)
-        cos, sin = turn.cos().view(-1, 1, 1), turn.sin().view(-1, 1, 1)
+        cos, sin = rotation.cos().view(-1, 1, 1), rotation.sin().view(-1, 1, 1)
         source_x = (cos * x - sin * y + centre[0]) / (0.5 * width) - 1.0
         source_y = (sin * x + cos * y + centre[1]) / (0.5 * height) - 1.0
         source = torch.stack([source_x, source_y], dim=-1)
-        turned = F.grid_sample(
+        rotated = F.grid_sample(
             bev.float(), source, mode="nearest", padding_mode="zeros", align_corners=False
         )
-    return turned.to(bev.dtype)
+    return rotated.to(bev.dtype)
 
 
 def origin_cell(grid: BevGrid) -> tuple[float, float]:
-    """Where the model frame's origin lies, x, y in cells."""
+    """Position x, y of the model frame's origin in cells."""
     return -grid.range[0] / grid.cell[0], -grid.range[1] / grid.cell[1]

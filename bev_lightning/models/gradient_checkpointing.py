@@ -10,10 +10,10 @@ from bev_lightning.private_apis import _BatchNorm
 
 
 def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
-    """Run a block, storing its input only; works under DDP (non-reentrant).
+    """Run a block and store only its input; works under DDP (non-reentrant).
 
-    The block runs a second time in the backward pass, where batch norms must not take the batch
-    into their running statistics again.
+    The block runs again in the backward pass, where batch norms must not update their running
+    statistics a second time.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

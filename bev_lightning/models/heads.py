@@ -27,9 +27,9 @@ class TransFusionHead(nn.Module):
     map, and predicts a box relative to the query's position, which the next layer starts from.
 
     Two traits of the published code are kept because its weights give other numbers without them:
-    the outermost ring of cells never becomes a query (except of ``point_classes``), and where there
-    are fewer peaks than queries the rest are cells that are no peak, with a score of 0. Not kept:
-    maps that are not square are right, and every sample of a batch is decoded.
+    the outermost ring of cells never becomes a query (except of ``point_classes``), and if there
+    are fewer peaks than queries the rest are other cells with a score of 0. Unlike there, maps need
+    not be square, and every sample of a batch is decoded.
 
     Args:
         grid: the head's map.
@@ -38,9 +38,8 @@ class TransFusionHead(nn.Module):
         num_queries: Q, at most classes x cells.
         num_layers: L decoder layers.
         branch_channels: width of the hidden layer of each prediction.
-        point_classes: classes of small objects, whose every cell counts as a peak (the published
-            code does so for pedestrian and traffic_cone).
-        peak_kernel: odd side of the window of the local maximum in cells.
+        point_classes: classes of small objects, of which every cell counts as a peak (pedestrian
+            and traffic_cone in the published code).
         height_shift: see :class:`BoxCodec`.
         choice: which boxes decode keeps; None keeps all.
 
@@ -64,7 +63,6 @@ class TransFusionHead(nn.Module):
         branch_channels: int = 64,
         dropout: float = 0.1,
         point_classes: Sequence[int] = (8, 9),
-        peak_kernel: int = 3,
         height_shift: float = 0.5,
         choice: BoxSelection | None = None,
     ) -> None:
@@ -72,14 +70,13 @@ class TransFusionHead(nn.Module):
         _check_count("TransFusionHead", "num_queries", num_queries, num_classes, grid)
         self.codec = BoxCodec(grid, height_shift)
         self.num_classes, self.num_queries = num_classes, num_queries
-        self.peak_kernel = peak_kernel
         self.choice = BoxSelection() if choice is None else choice
         is_point_class = torch.zeros(num_classes, dtype=torch.bool)
         if not all(0 <= index < num_classes for index in point_classes):
             raise InputError(
                 f"TransFusionHead has {num_classes} classes but point_classes="
                 f"{list(point_classes)}; set "
-                "model.network.head.point_classes to the places of the small classes, or to []"
+                "model.network.head.point_classes to the indices of the small classes, or to []"
             )
         is_point_class[list(point_classes)] = True
         self.register_buffer("is_point_class", is_point_class, persistent=False)
@@ -157,14 +154,12 @@ class TransFusionHead(nn.Module):
         )
 
     def find_peaks(self, probability: Tensor) -> Tensor:
-        """Zero what is no local maximum in ``(B, K, Y, X)``; the border as the class says."""
-        reach = self.peak_kernel // 2
-        pooled = F.max_pool2d(probability, self.peak_kernel, stride=1, padding=reach)
-        is_peak = probability == pooled
-        if reach:
-            border = torch.ones_like(is_peak)
-            border[..., reach:-reach, reach:-reach] = False
-            is_peak = is_peak & ~border
+        """``(B, K, Y, X)`` with zeros except at local maxima of 3x3 cells inside the border, and
+        unchanged for ``point_classes``."""
+        is_peak = _is_local_maximum(probability)
+        inside = torch.zeros_like(is_peak)
+        inside[..., 1:-1, 1:-1] = True
+        is_peak = is_peak & inside
         return probability * (is_peak | self.is_point_class.view(1, -1, 1, 1))
 
     def decode(self, predictions: TransFusionPredictions) -> Boxes3D:
@@ -182,16 +177,13 @@ class TransFusionHead(nn.Module):
 
 class CentreHead(nn.Module):
     """CenterPoint's first stage (Yin et al., CVPR 2021): a class heatmap, and at each of its peaks
-    the box that the cell predicts. It learns in fewer steps than queries and an attention do.
+    the box that its cell predicts. It learns in fewer steps than a transformer decoder.
 
     Args:
         grid: the head's map.
         in_channels: of the BEV map.
         channels: width of the hidden layers.
-        num_boxes: boxes kept per sample before the choice below, at most classes x cells.
-        peak_kernel: odd side of the window of the local maximum in cells; of no class the border
-            or a cell beside a higher one counts.
-        height_shift: see :class:`BoxCodec`.
+        num_boxes: peaks per sample, at most classes x cells.
         choice: which boxes decode keeps; None keeps all.
 
     Raises:
@@ -207,14 +199,12 @@ class CentreHead(nn.Module):
         num_classes: int = 10,
         channels: int = 64,
         num_boxes: int = 200,
-        peak_kernel: int = 3,
-        height_shift: float = 0.0,
         choice: BoxSelection | None = None,
     ) -> None:
         super().__init__()
         _check_count("CentreHead", "num_boxes", num_boxes, num_classes, grid)
-        self.codec = BoxCodec(grid, height_shift)
-        self.num_classes, self.num_boxes, self.peak_kernel = num_classes, num_boxes, peak_kernel
+        self.codec = BoxCodec(grid, height_shift=0.0)
+        self.num_classes, self.num_boxes = num_classes, num_boxes
         self.choice = BoxSelection() if choice is None else choice
         self.register_buffer("positions", _cell_positions(grid), persistent=False)
         self.shared = _hidden(nn.Conv2d, nn.BatchNorm2d, in_channels, channels, 3)
@@ -240,16 +230,20 @@ class CentreHead(nn.Module):
         return HeatmapPredictions(self.heatmap(features).float(), code, self.codec)
 
     def decode(self, predictions: HeatmapPredictions) -> Boxes3D:
-        """The best ``num_boxes`` peaks as boxes ``(B, num_boxes)``, by descending score."""
+        """The ``num_boxes`` highest peaks as boxes ``(B, num_boxes)``, by descending score."""
         probability = predictions.heatmap.float().sigmoid()
-        pooled = F.max_pool2d(probability, self.peak_kernel, 1, self.peak_kernel // 2)
-        peaks = (probability * (probability == pooled)).flatten(2)
+        peaks = (probability * _is_local_maximum(probability)).flatten(2)
         score, best = peaks.flatten(1).topk(self.num_boxes, dim=-1)
         label, cell = best // peaks.shape[-1], best % peaks.shape[-1]
         code = predictions.code.flatten(2)
         code = code.gather(2, cell.unsqueeze(1).expand(-1, 10, -1)).transpose(1, 2)
         valid = torch.isfinite(code).all(-1) & (score > 0)
         return self.choice(predictions.codec.decode(code, label, score, valid))
+
+
+def _is_local_maximum(heatmap: Tensor) -> Tensor:
+    """Bool ``(B, K, Y, X)``, True where no neighbour of the same class is higher."""
+    return heatmap == F.max_pool2d(heatmap, 3, stride=1, padding=1)
 
 
 def _cell_positions(grid: BevGrid) -> Tensor:
@@ -260,7 +254,7 @@ def _cell_positions(grid: BevGrid) -> Tensor:
 
 
 def _check_count(head: str, name: str, count: int, num_classes: int, grid: BevGrid) -> None:
-    """Raise InputError where a head wants more peaks than its heatmap has cells."""
+    """Raise InputError if a head takes more peaks than its heatmap has cells."""
     most = num_classes * grid.shape[0] * grid.shape[1]
     if not 0 < count <= most:
         raise InputError(
@@ -270,7 +264,7 @@ def _check_count(head: str, name: str, count: int, num_classes: int, grid: BevGr
 
 
 def _check_map(bev: Tensor, grid: BevGrid) -> None:
-    """Raise InputError where a BEV map has other cells than the head's grid."""
+    """Raise InputError if a BEV map has other cells than the head's grid."""
     if tuple(bev.shape[-2:]) != grid.shape:
         raise InputError(
             f"the head's grid has {grid.shape} cells (Y, X) but its BEV map has "
@@ -329,7 +323,7 @@ def _position_embedding(channels: int) -> nn.Sequential:
 
 
 def _embed(embedding: nn.Module, cells: Tensor) -> Tensor:
-    """Embed cells ``(B, P, 2)`` to ``(B, P, C)``; in float32: bfloat16 cannot count past 256."""
+    """Embed cells ``(B, P, 2)`` to ``(B, P, C)`` in float32: bfloat16 has no integers past 256."""
     with torch.autocast(cells.device.type, enabled=False):
         embedded: Tensor = embedding(cells.transpose(1, 2))
     return embedded.transpose(1, 2)

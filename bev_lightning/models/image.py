@@ -1,8 +1,8 @@
 """Image backbones and necks: images to a list of feature maps, finest first.
 
 ResNet with deformable convolutions as BEVFormer uses it, and two feature pyramids. The Swin
-transformer stands in :mod:`bev_lightning.models.swin`. A backbone tells its widths in
-``out_channels``.
+transformer is in :mod:`bev_lightning.models.swin`. The attribute ``out_channels`` of a backbone
+holds the widths of its maps.
 """
 
 import copy
@@ -27,21 +27,22 @@ _RESNETS: dict[int, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, int, i
 
 
 class ResNet(nn.Module):
-    """ResNet (He et al. 2016) of torchvision's blocks, any width, cut after the last stage asked
-    for.
+    """ResNet (He et al. 2016) of torchvision's blocks with any width, up to the last of
+    ``out_stages``.
 
-    Parameters bear torchvision's names, which are mmdetection's too.
+    torchvision's own class has one width, always four stages and none of the options below.
+    Parameters have torchvision's names, which are mmdetection's too.
 
     Args:
         depth: 18, 34, 50 or 101.
         width: channels of the stem and of the first stage's inner convolutions; 64 as published.
         out_stages: stages to return, counted from 0; stage k has the stride ``4 * 2**k``.
-        caffe_style: put the stride of a bottleneck on its first convolution (the models of
-            Detectron's caffe age, BEVFormer's among them) instead of on the 3x3 one.
-        deformable_stages: stages whose 3x3 convolutions are deformable ones (bottlenecks only).
+        caffe_style: put the stride of a bottleneck on its first convolution, as in Detectron's
+            Caffe models and BEVFormer, instead of on the 3x3 one.
+        deformable_stages: stages whose 3x3 convolutions are deformable (bottlenecks only).
         frozen_stages: the stem and this many stages are not trained and keep their statistics; 0
             freezes the stem alone, -1 nothing.
-        norm_eval: batch norms always use their stored statistics, in training too.
+        norm_eval: batch norms use their running statistics in training too.
         norm_frozen: the affine parameters of all batch norms are not trained.
         gradient_checkpointing: recompute each block in the backward pass instead of storing it.
         pretrained: weights that a training starts from, see
@@ -64,12 +65,12 @@ class ResNet(nn.Module):
         super().__init__()
         self.pretrained = pretrained
         if depth not in _RESNETS:
-            raise InputError(f"ResNet depth {depth} is unknown; take one of {sorted(_RESNETS)}")
+            raise InputError(f"ResNet depth {depth} is unknown; use one of {sorted(_RESNETS)}")
         block, num_blocks = _RESNETS[depth]
         if deformable_stages and block is BasicBlock:
             raise InputError(
-                f"ResNet-{depth} has no bottlenecks to make deformable; take depth 50 or 101, or "
-                f"deformable_stages=[]"
+                f"ResNet-{depth} has no bottlenecks for deformable_stages; use depth 50 or 101, or "
+                "deformable_stages=[]"
             )
         self.out_stages = tuple(out_stages)
         self.caffe_style = caffe_style
@@ -125,7 +126,7 @@ class ResNet(nn.Module):
         return maps
 
     def train(self, mode: bool = True) -> "ResNet":
-        """Training mode, all but the parts whose statistics shall stay."""
+        """Training mode, except for norms whose statistics are kept."""
         super().train(mode)
         if mode and self.norm_eval:
             for norm in self._norms():
@@ -161,7 +162,7 @@ class DeformableConv2d(nn.Module):
     """Modulated deformable 3x3 convolution (Zhu et al. 2019, DCNv2) that predicts its own offsets.
 
     ``conv_offset`` gives 18 offsets (dy, dx of each tap, interleaved) and 9 masks before the
-    sigmoid. Offsets are pixels: the whole is computed in float32 under autocast.
+    sigmoid. Offsets are in pixels, so everything is computed in float32 under autocast.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int = 1) -> None:
@@ -172,7 +173,7 @@ class DeformableConv2d(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Zero offsets and masks of one half, as published."""
+        """Zero offsets and masks of 0.5, as published."""
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         nn.init.zeros_(self.conv_offset.weight)
         nn.init.zeros_(self.conv_offset.bias)  # type: ignore[arg-type]
@@ -204,11 +205,11 @@ class FPN(nn.Module):
     """Feature pyramid (Lin et al. 2017) in mmdetection's form.
 
     Args:
-        in_channels: widths of the maps it is given, finest first.
-        out_channels: width of every map it returns.
-        num_outs: maps to return; those beyond the inputs come from stride-2 convolutions, the first
-            on the coarsest output as it is, each further one on the ReLU of the map before it (this
-            is what the published ``relu_before_extra_convs`` does).
+        in_channels: widths of the input maps, finest first.
+        out_channels: width of every output map.
+        num_outs: output maps; those beyond the inputs come from stride-2 convolutions, the first on
+            the coarsest output itself, each further one on the ReLU of the map before it (the
+            actual effect of the published ``relu_before_extra_convs``).
     """
 
     def __init__(self, in_channels: Sequence[int], out_channels: int, num_outs: int) -> None:
@@ -244,11 +245,11 @@ class LiftFPN(nn.Module):
     """The pyramid of MIT BEVFusion (``GeneralizedLSSFPN``): each map is concatenated with the
     refined coarser one, upsampled bilinearly, then 1x1 and 3x3 convolutions.
 
-    Returns one map fewer than it is given; the lift takes the first, the finest.
+    Returns one map fewer than it gets; the lift takes the first, the finest.
 
     Args:
-        in_channels: widths of the maps it is given, finest first; at least two.
-        out_channels: width of every map it returns.
+        in_channels: widths of the input maps, finest first; at least two.
+        out_channels: width of every output map.
     """
 
     def __init__(self, in_channels: Sequence[int], out_channels: int) -> None:
@@ -279,7 +280,7 @@ class LiftFPN(nn.Module):
 def conv_norm_relu(
     in_channels: int, out_channels: int, kernel: int, stride: int = 1, bias: bool = False
 ) -> nn.Sequential:
-    """A convolution that keeps the size of its maps (but for the stride), norm, ReLU."""
+    """Convolution with padding for the same size (divided by the stride), batch norm, ReLU."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, kernel, stride, kernel // 2, bias=bias),
         nn.BatchNorm2d(out_channels),
@@ -288,16 +289,16 @@ def conv_norm_relu(
 
 
 class MapSize:
-    """Height and width of an image branch's first map, known before the images are looked at: from
-    shapes alone, which a copy of the branch without values computes.
+    """Computes height and width of an image branch's first map from the image size, with a copy of
+    the branch on the meta device.
 
     Args:
-        parts: images ``(M, 3, H, W)`` through one after the other to maps.
+        parts: modules that map images ``(M, 3, H, W)`` to maps, one after the other.
     """
 
     def __init__(self, *parts: nn.Module) -> None:
         branch = nn.Sequential(*parts)
-        # A copy whose tensors have shapes alone: the values are never copied.
+        # deepcopy takes these tensors instead of copying the values.
         blank: dict[int, Any] = {
             id(t): torch.empty_like(t, device="meta") for t in branch.buffers()
         }
@@ -307,7 +308,7 @@ class MapSize:
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def __call__(self, height: int, width: int) -> tuple[int, int]:
-        """Of images of H x W."""
+        """For images of H x W."""
         if (height, width) not in self._known:
             with torch.no_grad():
                 first = self._branch(torch.empty(1, 3, height, width, device="meta"))[0]

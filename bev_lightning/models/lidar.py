@@ -13,7 +13,7 @@ from bev_lightning.structures.constants import constant
 
 
 class LidarPillarBranch(nn.Module):
-    """Lidar points to a BEV map by pillars: the light branch of the toy models.
+    """Lidar points to a BEV map by pillars, the light branch of the toy models.
 
     Args:
         grid: BEV grid of the result.
@@ -73,11 +73,11 @@ class MeanVoxels(nn.Module):
 
 
 class LidarVoxelBranch(nn.Module):
-    """Lidar points to a BEV map by voxels and sparse convolutions: the published branch.
+    """Lidar points to a BEV map by voxels and sparse convolutions, the published branch.
 
     Args:
         voxels: the voxeliser.
-        encoder: the sparse encoder; its grid is the voxeliser's, or larger.
+        encoder: the sparse encoder; its grid is at least the voxeliser's.
     """
 
     def __init__(self, voxels: MeanVoxels, encoder: SparseEncoder) -> None:

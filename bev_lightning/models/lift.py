@@ -1,4 +1,4 @@
-"""From image features to the bird's-eye view: lift, splat, and the camera branch around them."""
+"""Lifts image features to the bird's-eye view (Lift, Splat, Shoot); the camera branch."""
 
 from dataclasses import replace
 
@@ -14,35 +14,35 @@ from bev_lightning.private_apis import FakeTensor
 from bev_lightning.structures import BevGrid, Cameras, Points
 from bev_lightning.structures.geometry import project
 
-# Whole and last batch of a fixed rig, each mirrored too. One takes 12 bytes a point of the frustum.
+# For a fixed rig: full and last batch, each mirrored too. 12 bytes per point of the frustum.
 NUM_KEPT_INDICES = 4
 
 
 class LiftSplat(nn.Module):
     """Lift, Splat, Shoot (Philion and Fidler 2020) as MIT BEVFusion uses it, without or with lidar.
 
-    Every feature pixel gets a distribution over depth bins and a context vector; their product is
-    pooled over the BEV cells its points fall into. With ``lidar_depth`` (``DepthLSSTransform``) the
-    depths of the lidar points, drawn into the images, join the features before the prediction.
+    Each feature pixel predicts a distribution over depth bins and a context vector; their product
+    is pooled over the BEV cells of its points. With ``lidar_depth`` (``DepthLSSTransform``) the
+    depths of the lidar points, drawn into the images, are further input of the prediction.
 
-    The rays of the feature map's pixels run through the image pixels ``linspace(0, W - 1, w)`` and
-    ``linspace(0, H - 1, h)``, not through the centres of the feature pixels: the published weights
-    were trained so.
+    The rays of the feature map's pixels pass through the image pixels ``linspace(0, W - 1, w)`` and
+    ``linspace(0, H - 1, h)``, not through the centres of the feature pixels, as in the published
+    training.
 
     Args:
         in_channels: channels of the image features.
         out_channels: context channels, and channels of the BEV map.
         grid: BEV grid of the pooling; points outside its range, in height too, are dropped. The map
             returned is ``downsample`` times coarser.
-        depth_bins: start, stop, step [m] of the bins along the optical axis; bin k stands at
+        depth_bins: start, stop, step [m] of the bins along the optical axis; bin k is at
             ``start + k * step``, the stop is excluded.
         downsample: 1, or 2 for the published three convolutions after the pooling.
         lidar_depth: draw the lidar's depths into the images.
         stride: image pixels per feature pixel; needed with ``lidar_depth`` only, even.
-        truncate_cells: turn metres into cells by cutting the fraction off instead of rounding down,
-            so that points up to one cell (in height: up to one height of the range) below the lower
-            bounds count too. A bug of the published code, but its weights were trained with these
-            sums in the border cells: switch it off for a training of your own.
+        truncate_cells: truncate cell indices towards zero instead of rounding down, so that points
+            up to one cell (in height: up to one height of the range) below the lower bounds count
+            too. A bug of the published code that its weights were trained with: use false for a
+            training of your own.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LiftSplat(nn.Module):
     ) -> None:
         super().__init__()
         if downsample not in (1, 2):
-            raise InputError(f"LiftSplat downsample {downsample} is not known; take 1 or 2")
+            raise InputError(f"LiftSplat downsample {downsample} is unknown; use 1 or 2")
         if lidar_depth and (stride < 2 or stride % 2):
             raise InputError(f"LiftSplat with lidar_depth needs an even stride, got {stride}")
         self.pool_grid = grid
@@ -103,7 +103,7 @@ class LiftSplat(nn.Module):
         Args:
             features: ``(B, N, C, h, w)``.
             cameras: their images' size and ``image_from_lidar``.
-            points: the lidar's, read with ``lidar_depth`` only.
+            points: of the lidar, used with ``lidar_depth`` only.
             row_parallel: processes that share the pooling of all their samples, each with a strip
                 of the grid's rows.
 
@@ -137,12 +137,11 @@ class LiftSplat(nn.Module):
         return row_parallel.rows_to_samples(bev_pool(gather(depth), gather(context), index), dim=2)
 
     def pool_index(self, cameras: Cameras, size: tuple[int, int]) -> PoolIndex:
-        """Which cell each point of the frustum falls into, for :func:`bev_pool`.
+        """The BEV cell of each point of the frustum, for :func:`bev_pool`.
 
-        On a CPU the indices of the last few calibrations are kept, so that a fixed rig builds its
-        own once. On a GPU every step builds it anew: to know that the matrices are those of before
-        the host would have to wait for the device, and what that saves is one sort that nobody
-        waits for.
+        On a CPU the indices of the last few calibrations are cached, so that a fixed rig builds its
+        own once. On a GPU each step builds it again: comparing the matrices would synchronise host
+        and device, to save one asynchronous sort.
 
         Args:
             size: h, w of the feature map.
@@ -173,7 +172,7 @@ class LiftSplat(nn.Module):
         if self.depth_encoder is not None:
             if points is None:
                 raise InputError(
-                    "LiftSplat with lidar_depth reads lidar points but the batch brings none; "
+                    "LiftSplat with lidar_depth reads lidar points but the batch has none; "
                     "add the lidar to the model's inputs or set lidar_depth=false"
                 )
             drawn = depth_map(cameras, points).flatten(0, 1).unsqueeze(1)
@@ -190,7 +189,7 @@ class LiftSplat(nn.Module):
         return logits, context
 
     def frustum(self, cameras: Cameras, size: tuple[int, int]) -> Tensor:
-        """Points ``(B, N, D, h, w, 3)`` [m] in the model frame: every depth of every ray."""
+        """Points ``(B, N, D, h, w, 3)`` [m] in the model frame, at each depth of each ray."""
         origin, rays = self._rays(cameras, size)
         depths = torch.arange(*self.depth_bins, device=rays.device)
         return origin[:, :, None, None, None] + depths[:, None, None, None] * rays[:, :, None]
@@ -222,9 +221,8 @@ class LiftSplat(nn.Module):
     @torch.no_grad()
     def _rays(self, cameras: Cameras, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Camera centres ``(B, N, 3)`` [m] and rays ``(B, N, h, w, 3)`` [m per metre of depth]."""
-        # An image frame is affine: point = matrix (u d, v d, d) + shift. The inverse in closed form
-        # needs no solver and no host synchronisation; float64 since focal lengths stand beside
-        # ones.
+        # point = matrix (u d, v d, d) + shift. The closed-form inverse needs no solver and no host
+        # synchronisation; float64, since matrices mix focal lengths with ones.
         image_from_lidar = cameras.image_from_lidar.double()
         a, b, c = image_from_lidar[..., :3, :3].unbind(-2)
         bc = torch.linalg.cross(b, c)
@@ -259,7 +257,7 @@ class CameraBranch(nn.Module):
         return features.unflatten(0, cameras.images.shape[:2])
 
     def depth_targets(self, cameras: Cameras, points: Points) -> Tensor:
-        """What the lidar says to the depth logits: bins ``(B, N, h, w)``, -1 where it is silent."""
+        """Targets of the depth logits from the lidar: bins ``(B, N, h, w)``, -1 without a point."""
         size = self.map_size(*map(int, cameras.images.shape[-2:]))
         return depth_targets(cameras, points, self.lift.depth_bins, size)
 
@@ -268,12 +266,11 @@ class CameraBranch(nn.Module):
 def depth_map(cameras: Cameras, points: Points) -> Tensor:
     """Draw the lidar points into the images.
 
-    A point at (u, v) is drawn into the pixel whose indices are u and v without their fractions, as
-    in MIT BEVFusion. Where several points fall into one pixel the nearest stays: it hides the
-    others. (The published code keeps the last one written, which on a GPU is any of them.)
+    Pixel indices are u and v truncated, as in MIT BEVFusion. Of several points in one pixel the
+    nearest is kept. (The published code keeps the last one written, on a GPU any of them.)
 
     Returns:
-        ``(B, N, H, W)`` float32 depth [m], 0 where no point falls.
+        ``(B, N, H, W)`` float32 depth [m], 0 without a point.
     """
     batch, num_cameras, _, height, width = cameras.images.shape
     with torch.autocast(cameras.images.device.type, enabled=False):
@@ -282,8 +279,8 @@ def depth_map(cameras: Cameras, points: Points) -> Tensor:
         real = torch.arange(xyz.shape[2], device=xyz.device) < points.count[:, None, None]
         u, v = pixels.unbind(-1)
         seen = real & (depth > 1e-5) & (u >= 0) & (u < width) & (v >= 0) & (v < height)
-        # Points that are not seen go to one slot more per image, so that no list has a length that
-        # only the device knows; the minimum does not depend on the order of writing.
+        # Points outside go to an extra slot per image, so that the host knows all shapes. The
+        # minimum does not depend on the order of writing.
         slot = torch.where(seen, v.long() * width + u.long(), height * width)
         drawn = depth.new_full((batch, num_cameras, height * width + 1), torch.inf)
         drawn.scatter_reduce_(2, slot, depth, "amin")
@@ -298,17 +295,17 @@ def depth_targets(
     depth_bins: tuple[float, float, float],
     size: tuple[int, int],
 ) -> Tensor:
-    """The depth bin that the lidar sees at each feature pixel, to supervise the depth logits with.
+    """The depth bin of the lidar at each feature pixel, to supervise the depth logits.
 
     A feature pixel takes the nearest point of its block of image pixels (BEVDepth, Li et al. 2023,
-    section 3.2) and the bin whose depth is closest.
+    section 3.2) and the bin with the closest depth.
 
     Args:
-        depth_bins: start, stop, step [m], as :class:`LiftSplat` has them.
+        depth_bins: start, stop, step [m], as in :class:`LiftSplat`.
         size: h, w of the feature map.
 
     Returns:
-        ``(B, N, h, w)`` int64 bin, -1 where no point falls or its depth is beyond the bins.
+        ``(B, N, h, w)`` int64 bin, -1 without a point or with a depth outside the bins.
     """
     start, _, step = depth_bins
     num_depths = len(torch.arange(*depth_bins))

@@ -1,4 +1,4 @@
-"""Where object queries start from: learned places, or places in the BEV map."""
+"""Initialises object queries: learned, or from given cells of the BEV map."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class QueryStart:
     """Attributes:
     query, position: ``(B, Q, C)`` content and positional encoding.
     reference: ``(B, Q, 3)`` x, y, z as fractions of the grid's range, float32.
-    logits: ``(B, Q, K)`` a first guess of the class that every layer adds to, or None.
+    logits: ``(B, Q, K)`` class logits that every layer adds to, or None.
     """
 
     query: Tensor
@@ -28,7 +28,7 @@ class QueryStart:
     logits: Tensor | None = None
 
     def join(self, other: "QueryStart") -> "QueryStart":
-        """These queries, then the others; both with a first guess or both without."""
+        """These queries, then the others; both with logits or both without."""
         logits = None
         if self.logits is not None and other.logits is not None:
             logits = torch.cat([self.logits, other.logits], dim=1)
@@ -60,8 +60,8 @@ class LearnedStart(nn.Module):
 
 
 def in_float32(layer: nn.Module, value: Tensor) -> Tensor:
-    """A layer whose output is a place, in float32 under autocast: bfloat16 has steps of decimetres
-    in 102 m."""
+    """Run a layer that predicts positions in float32 under autocast: in 102 m, bfloat16 has steps
+    of decimetres."""
     with torch.autocast(value.device.type, enabled=False):
         result: Tensor = layer(value.float())
     return result
@@ -74,7 +74,7 @@ class SeededStart(nn.Module):
         grid: of the map.
         channels: width C.
         with_heatmap: predict a class heatmap whose peaks are the cells (TransFusion, Bai et al.,
-            CVPR 2022, section 3.2); its logits there are the first guess of the class.
+            CVPR 2022, section 3.2); its logits there are added to the class predictions.
     """
 
     def __init__(self, grid: BevGrid, channels: int, num_classes: int, with_heatmap: bool) -> None:
@@ -96,8 +96,8 @@ class SeededStart(nn.Module):
             nn.init.constant_(self.heatmap[-1].bias, PRIOR_BIAS)  # type: ignore[arg-type]
 
     def from_heatmap(self, bev: Tensor, num_queries: int) -> tuple[Tensor, QueryStart]:
-        """Logits of the heatmap ``(B, K, Y, X)`` and queries at its strongest local maxima; where
-        there are fewer maxima than queries, the rest start at other cells."""
+        """Logits of the heatmap ``(B, K, Y, X)`` and queries at its highest local maxima; if there
+        are fewer maxima than queries, the rest start at other cells."""
         assert self.heatmap is not None
         heatmap = self.heatmap(bev).float()
         probability = heatmap.detach().sigmoid()
@@ -105,11 +105,11 @@ class SeededStart(nn.Module):
         best = (probability * is_peak).flatten(1).topk(num_queries, dim=-1).indices
         height, width = self.shape
         cell = best % (height * width)
-        places = torch.stack([cell % width, cell // width], dim=-1) + 0.5
-        return heatmap, self.at(bev, heatmap, places, best // (height * width))
+        centres = torch.stack([cell % width, cell // width], dim=-1) + 0.5
+        return heatmap, self.at(bev, heatmap, centres, best // (height * width))
 
     def at(self, bev: Tensor, heatmap: Tensor | None, cells: Tensor, label: Tensor) -> QueryStart:
-        """Queries at places ``(B, Q, 2)`` x, y in cells with classes ``(B, Q)``."""
+        """Queries at positions ``(B, Q, 2)`` x, y in cells with classes ``(B, Q)``."""
         height, width = self.shape
         i = cells[..., 0].floor().long().clamp(0, width - 1)
         j = cells[..., 1].floor().long().clamp(0, height - 1)
@@ -120,6 +120,6 @@ class SeededStart(nn.Module):
         reference = torch.cat([fraction, torch.full_like(fraction[..., :1], 0.5)], dim=-1)
         logits = None
         if heatmap is not None:
-            guess = heatmap.detach().flatten(2)
-            logits = guess.gather(2, index.expand(-1, guess.shape[1], -1)).transpose(1, 2)
+            flat = heatmap.detach().flatten(2)
+            logits = flat.gather(2, index.expand(-1, flat.shape[1], -1)).transpose(1, 2)
         return QueryStart(query, self.position(2.0 * fraction - 1.0), reference, logits)

@@ -1,4 +1,4 @@
-"""A detector in the images that teaches the image branch and is left out afterwards."""
+"""Auxiliary head that supervises the image branch in training."""
 
 from torch import Tensor, nn
 
@@ -9,9 +9,9 @@ from bev_lightning.structures.predictions import PerspectivePredictions
 class PerspectiveHead(nn.Module):
     """Classes and depths of the objects' centres in each image, in training only.
 
-    The image branch of a camera model hears of an object through the bird's-eye view alone, which
-    teaches it slowly; supervision in the image is direct (BEVFormer v2, Yang et al., CVPR 2023,
-    section 3.2). This head is smaller than theirs: a heatmap of the centres and their depth.
+    Through the bird's-eye view alone, the image branch of a camera model gets a weak gradient;
+    supervision in the image is direct (BEVFormer v2, Yang et al., CVPR 2023, section 3.2). This
+    head is smaller than theirs: a heatmap of the centres and their depth.
     """
 
     def __init__(self, channels: int, num_classes: int) -> None:

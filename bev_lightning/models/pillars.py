@@ -1,4 +1,4 @@
-"""Pillars: a cloud of lidar points or radar returns as a BEV map, with no limit per pillar."""
+"""Encodes lidar points or radar returns as a BEV map of pillars, with no limit per pillar."""
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,10 @@ from bev_lightning.structures.constants import constant
 
 
 class RowNorm(nn.BatchNorm1d):
-    """Batch norm over the rows of a point cloud ``(M, C)``, of which there may be none.
+    """Batch norm over the rows of a point cloud ``(M, C)`` that may be empty.
 
-    With fewer than two rows there is no variance to normalise by: the running statistics serve, as
-    in evaluation, so that a batch of empty clouds trains on. It converts to SyncBatchNorm like any
-    other.
+    With fewer than two rows there is no variance, so the running statistics are used as in
+    evaluation. It converts to SyncBatchNorm like any other batch norm.
     """
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -35,9 +34,9 @@ class RowNorm(nn.BatchNorm1d):
 
 class PillarEncoder(nn.Module):
     """Dynamic pillars (PointPillars, Lang et al. 2019, with the dynamic voxelisation of Zhou et al.
-    2020): each point sees its place in the grid, its offset from its pillar's centre and from the
-    mean of the pillar's points, and its features; one linear layer, norm and ReLU; maximum over the
-    pillar.
+    2020): a point's inputs are its position in the grid, its offsets from its pillar's centre and
+    from the mean of the pillar's points, and its features; then one linear layer, norm, ReLU, and
+    the maximum over the pillar.
 
     Positions are divided by the range's half extent and offsets by the cell, so that the inputs of
     the linear layer are of the order of one for any grid.
@@ -46,7 +45,7 @@ class PillarEncoder(nn.Module):
         grid: BEV grid of the result; points outside its range are dropped.
         num_features: features of a point besides x, y, z, of the order of one.
         out_channels: channels of the BEV map.
-        norm_momentum: of the batch norm; the published value suits trainings of 10,000 steps.
+        norm_momentum: of the batch norm; the published value is for trainings of 10,000 steps.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class PillarEncoder(nn.Module):
         Args:
             xyz: ``(B, P, 3)`` [m].
             features: ``(B, P, num_features)``.
-            count: ``(B,)`` points of each sample, the rows after them are padding.
+            count: ``(B,)`` points of each sample; the rows after them are padding.
 
         Returns:
             ``(B, out_channels, Y, X)``, zero in pillars without points (channels last in memory).
@@ -76,8 +75,7 @@ class PillarEncoder(nn.Module):
         cells = assign_cells(
             xyz, count, self.grid.range, (*self.grid.cell, high[2] - low[2])
         ).flatten()
-        # The one host synchronisation: the points kept are fewer than the padded rows, and padding
-        # must stay out of the norm's statistics.
+        # The only host synchronisation; padding must not enter the norm's statistics.
         kept = (cells >= 0).nonzero().squeeze(1)
         cells = cells[kept]
         points = xyz.flatten(0, 1)[kept].float()

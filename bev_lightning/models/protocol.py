@@ -33,7 +33,8 @@ class ReadsCanBus(Protocol):
 
     @property
     def reads_can_bus(self) -> bool:
-        """Whether this configuration depends on it: a warning says where it is derived."""
+        """Whether this configuration depends on it; if so, a data set without CAN bus is warned
+        about."""
         ...
 
 

@@ -9,8 +9,8 @@ from bev_lightning.structures.constants import constant
 
 
 class RadarBranch(nn.Module):
-    """Radar returns to a BEV map by pillars: radar cross-section, compensated velocity, age and
-    which radar saw it.
+    """Radar returns to a BEV map by pillars, with radar cross-section, compensated velocity, age
+    and a one-hot sensor as features.
 
     Args:
         grid: BEV grid of the result.

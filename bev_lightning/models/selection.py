@@ -1,4 +1,4 @@
-"""Which of a head's boxes are kept."""
+"""Filters decoded boxes by score, range and circle NMS."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +11,14 @@ from bev_lightning.structures import Boxes3D
 
 @dataclass(frozen=True)
 class BoxSelection:
-    """Which decoded boxes stay valid.
+    """Filters for decoded boxes; each is optional.
 
     Attributes:
-        score_threshold: those with a score above it.
-        range_m: those with ``low <= x, y, z <= high`` of x_min, y_min, z_min, x_max, y_max, z_max.
-        circle_radius_m: those of ``circle_classes`` with no better one of the same class within
-            this distance.
-        circle_classes: indices; None takes every class.
+        score_threshold: keep boxes with a higher score.
+        range_m: x_min, y_min, z_min, x_max, y_max, z_max; keep centres inside, bounds included.
+        circle_radius_m: of ``circle_classes``, drop boxes within this distance of a kept box of the
+            same class with a higher score.
+        circle_classes: indices; None: every class.
     """
 
     score_threshold: float | None = None
@@ -27,7 +27,7 @@ class BoxSelection:
     circle_classes: Sequence[int] | None = None
 
     def __call__(self, boxes: Boxes3D) -> Boxes3D:
-        """The same boxes ``(B, M)``, those not chosen marked invalid."""
+        """The same boxes ``(B, M)``, those filtered out marked invalid."""
         valid, score = boxes.valid, boxes.score
         assert score is not None
         if self.score_threshold is not None:

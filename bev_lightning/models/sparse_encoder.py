@@ -22,7 +22,7 @@ from bev_lightning.ops.sparse_conv import (
 from bev_lightning.ops.sparse_conv.spconv import check_installed, is_installed
 from bev_lightning.private_apis import _BatchNorm
 
-# The convolution that ends the encoder takes the height down once more.
+# The last convolution, which halves the height once more.
 _OUT_KERNEL, _OUT_STRIDE, _OUT_PADDING = (3, 1, 1), (2, 1, 1), (0, 0, 0)
 
 # Voxels per sample before each stage and after the last convolution, measured on ten nuScenes
@@ -32,12 +32,12 @@ TYPICAL_NUM_VOXELS = (120_000, 90_000, 60_000, 30_000, 20_000)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Where a stage's voxels are, and who meets whom.
+    """Voxel coordinates and rulebooks of a stage.
 
     Attributes:
         submanifold: rulebook of all submanifold convolutions of the stage.
         downsample: rulebook of the strided convolution that ends the stage; None in the last one.
-        coords: ``(V, 4)`` sample, z, y, x of the voxels that leave the stage.
+        coords: ``(V, 4)`` sample, z, y, x of the output voxels.
         shape: extent of their grid along z, y, x.
     """
 
@@ -49,12 +49,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """All that depends on the voxels' coordinates alone, built once per batch.
+    """Everything that depends on the voxels' coordinates alone, built once per batch.
 
     Attributes:
-        stages: one plan a stage.
+        stages: one plan per stage.
         output: rulebook of the last convolution.
-        coords: ``(V, 4)`` sample, z, y, x of the encoder's last voxels.
+        coords: ``(V, 4)`` sample, z, y, x of the encoder's output voxels.
         shape: extent of their grid along z, y, x.
         batch_size: B.
     """
@@ -67,7 +67,7 @@ class EncoderPlan:
 
 
 class SparseConv3d(nn.Module):
-    """Sparse convolution without bias; submanifold or strided as the rulebook says."""
+    """Sparse convolution without bias, submanifold or strided depending on the rulebook."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: Size3 = (3, 3, 3)) -> None:
         super().__init__()
@@ -117,8 +117,7 @@ class SparseBasicBlock(nn.Module):
 
 
 def _normalise(conv: nn.Module, norm: nn.Module, features: Tensor, rulebook: Rulebook) -> Tensor:
-    """``norm(conv(features))``. In evaluation the norm is a factor and a shift of each channel,
-    which are the convolution's as well: the map is written once."""
+    """``norm(conv(features))``; in evaluation the norm is folded into the convolution's weights."""
     assert isinstance(conv, SparseConv3d)
     assert isinstance(norm, _BatchNorm)
     mean, variance = norm.running_mean, norm.running_var
@@ -151,23 +150,22 @@ class SparseStage(nn.Sequential):
 
 
 class SparseEncoder(nn.Module):
-    """Submanifold residual stages, each but the last closed by a convolution of stride 2; then one
-    of stride 2 along z alone, and the height folded into the channels.
+    """Submanifold residual stages, each but the last ending with a convolution of stride 2; then
+    one of stride 2 along z alone, and the height folded into the channels.
 
-    The defaults are the published ones: 1440 x 1440 x 41 voxels to a map of 180 x 180.
+    The defaults are published: 1440 x 1440 x 41 voxels to a map of 180 x 180.
 
     Args:
         in_channels: features of a voxel.
-        shape: extent of the voxel grid along z, y, x; published with one layer more along z than
-            the voxeliser's grid.
+        shape: extent of the voxel grid along z, y, x; the published one has one layer more along z
+            than the voxeliser's grid.
         base_channels: channels of the first convolution.
         stage_channels: per stage the channels of its residual blocks; in each stage but the last
             the final entry is the strided convolution's instead.
         down_paddings: per stage but the last, the padding of its strided convolution along z, y, x.
         out_channels: channels of the last convolution.
-        backend: ``own``; ``spconv`` multiplies with that library, with the same weights and in the
-            same rows; ``auto``: spconv on CUDA where it is installed. A step under torch.compile
-            is always our own.
+        backend: ``own``; ``spconv`` computes with that library, with the same weights and rows;
+            ``auto``: spconv on CUDA if installed. Under torch.compile it is always ``own``.
 
     Raises:
         InputError: the backend is unknown or not installed.
@@ -226,7 +224,9 @@ class SparseEncoder(nn.Module):
             columns = (columns + 2 * pad_x - 3) // 2 + 1
         layers = (layers - _OUT_KERNEL[0]) // _OUT_STRIDE[0] + 1
         if layers < 1:
-            raise ValueError(f"SparseEncoder: a grid of {depth} layers is too low for its strides")
+            raise ValueError(
+                f"SparseEncoder: a grid of {depth} layers is too low for the strides; enlarge shape"
+            )
         self.out_shape: Size3 = (layers, rows, columns)
         self.out_channels = out_channels * layers
 
@@ -235,7 +235,7 @@ class SparseEncoder(nn.Module):
         """Build the rulebooks for voxels at ``coords`` ``(V, 4)`` sample, z, y, x."""
         shape = self.shape
         stages = []
-        # Tensors without contents, by which a step is planned, are nothing for a library.
+        # spconv cannot run on the fake tensors of a memory forecast.
         spconv = self.backend == "spconv" or (
             self.backend == "auto" and coords.is_cuda and is_installed()
         )

@@ -22,9 +22,8 @@ class Swin(nn.Module):
         width: channels of the first stage; 96 for Swin-T.
         depths, num_heads: blocks and attention heads of each stage.
         window: edge of the attention windows [tokens].
-        mlp_ratio: hidden width of the MLPs over their width.
-        drop_path: probability to skip the last block's branches in training; it rises linearly
-            from 0 at the first.
+        drop_path: stochastic depth: probability to skip the last block's branches in training,
+            rising linearly from 0 at the first block.
         out_stages: stages to return, counted from 0; stage k has the stride ``4 * 2**k``.
         gradient_checkpointing: recompute each block in the backward pass instead of storing it.
         pretrained: weights that a training starts from, see
@@ -37,7 +36,6 @@ class Swin(nn.Module):
         depths: Sequence[int] = (2, 2, 6, 2),
         num_heads: Sequence[int] = (3, 6, 12, 24),
         window: int = 7,
-        mlp_ratio: float = 4.0,
         drop_path: float = 0.2,
         out_stages: Sequence[int] = (1, 2, 3),
         gradient_checkpointing: bool = False,
@@ -66,7 +64,6 @@ class Swin(nn.Module):
                         num_heads[stage],
                         window,
                         window // 2 if i % 2 else 0,
-                        mlp_ratio,
                         rates[first + i],
                     )
                     for i in range(depths[stage])
@@ -101,7 +98,7 @@ class Swin(nn.Module):
 
 
 class SwinBlock(nn.Module):
-    """Attention in windows, shifted or not, then an MLP: each behind a norm, beside a shortcut."""
+    """Pre-norm attention in windows, shifted or not, then an MLP, each with its residual."""
 
     def __init__(
         self,
@@ -109,16 +106,14 @@ class SwinBlock(nn.Module):
         num_heads: int,
         window: int,
         shift: int,
-        mlp_ratio: float,
         drop_path: float,
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(channels)
         self.attention = WindowAttention(channels, num_heads, window, shift)
         self.norm2 = nn.LayerNorm(channels)
-        hidden = int(channels * mlp_ratio)
         self.mlp = nn.Sequential(
-            nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels)
+            nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels)
         )
         self.drop_path = StochasticDepth(drop_path, "row")
 
@@ -133,7 +128,7 @@ class WindowAttention(nn.Module):
     """Multi-head self-attention within windows, with a learnt bias by relative position.
 
     A map that the windows do not divide is padded with zeros at the bottom and right; the padding
-    takes part as tokens do, as published.
+    is attended to like other tokens, as published.
     """
 
     relative_position_index: Tensor
@@ -179,7 +174,7 @@ class WindowAttention(nn.Module):
 
     def _shift_mask(self, rows: int, columns: int, device: torch.device) -> Tensor:
         """``(rows * columns, window^2, window^2)``: -100 between tokens of a window that the shift
-        brought together from opposite ends of the map, else 0."""
+        joined from opposite ends of the map, else 0."""
         window = self.window
         part_of_row = self._parts(rows * window, device)
         part_of_column = self._parts(columns * window, device)

@@ -178,7 +178,7 @@ BORDERS: dict[str, tuple[Any, str]] = {
     "project": (geometry, "project"),
     "project in the lift": (lift, "project"),
     "project in the encoder": (bev_encoder, "project"),
-    "turn of the previous map": (bev_encoder, "turn_map"),
+    "rotation of the previous map": (bev_encoder, "rotate_map"),
     "rays": (lift.LiftSplat, "_rays"),
     "cells": (lift.LiftSplat, "cells"),
     "depth map": (lift, "depth_map"),

@@ -28,10 +28,10 @@ def test_published_names_and_norms():
     assert fuser[1].eps == 1e-5
 
 
-def test_neck_scales_down_and_keeps_transposed_layout_when_asked():
-    neck = SECONDFPN((4, 5), (3, 3), (0.5, 1), conv_at_stride_one=False)
+def test_neck_scales_down():
+    neck = SECONDFPN((4, 5), (3, 3), (0.5, 1))
     assert neck([torch.zeros(1, 4, 8, 8), torch.zeros(1, 5, 4, 4)]).shape == (1, 6, 4, 4)
-    assert neck.deblocks[1][0].weight.shape == (5, 3, 1, 1)
+    assert neck.deblocks[1][0].weight.shape == (3, 5, 1, 1)
 
 
 def test_fuser_concatenates_in_order_and_trains():
@@ -46,9 +46,9 @@ def test_fuser_concatenates_in_order_and_trains():
 
 
 def test_number_of_stages_is_checked():
-    with pytest.raises(ValueError, match="one entry a stage"):
+    with pytest.raises(ValueError, match="one entry per stage"):
         SECOND(4, (4, 8), (1,), (1, 2))
-    with pytest.raises(ValueError, match="one entry a stage"):
+    with pytest.raises(ValueError, match="one entry per stage"):
         SECONDFPN((4, 8), (4,), (1, 2))
     with pytest.raises(ValueError, match="takes 2 maps, got 1"):
         SECONDFPN((4, 8), (4, 4), (1, 2))([torch.zeros(1, 4, 2, 2)])

@@ -281,15 +281,15 @@ def test_refusals() -> None:
     maps, cameras, can_bus, _ = make_inputs(1)
     eye = torch.eye(4)[None]
     encoder = make_encoder()
-    with pytest.raises(InputError, match="takes 2 feature maps and the neck gives 1"):
+    with pytest.raises(InputError, match="takes 2 feature maps and the neck returns 1"):
         encoder(maps[:1], cameras, IMAGE, can_bus, eye)
-    with pytest.raises(InputError, match="made for 3 cameras and gets 2"):
+    with pytest.raises(InputError, match="has 3 cameras and the batch 2"):
         encoder([m[:, :2] for m in maps], cameras[:, :2], IMAGE, can_bus, eye)
     with pytest.raises(InputError, match="has no can_bus"):
         encoder(maps, cameras, IMAGE, None, eye)
     with pytest.raises(InputError, match="motion=odometry is unknown"):
         make_encoder(motion="odometry")
-    with pytest.raises(InputError, match="4 points cannot be shared out to 3 height anchors"):
+    with pytest.raises(InputError, match="4 points cannot be divided between 3 height anchors"):
         SpatialCrossAttention(8, 2, 1, 4, 3)
-    with pytest.raises(InputError, match="8 channels cannot be shared out to 3 heads"):
+    with pytest.raises(InputError, match="8 channels cannot be divided between 3 heads"):
         make_encoder(num_heads=3)

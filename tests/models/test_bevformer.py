@@ -101,5 +101,5 @@ def test_toy_pads_and_trains_in_bfloat16() -> None:
 
 def test_refuses_a_batch_without_cameras() -> None:
     network = build(load_config("train", ["model=bevformer_toy"]))
-    with pytest.raises(InputError, match="samples sample0 bring none"):
+    with pytest.raises(InputError, match="samples sample0 have none"):
         network(replace(make_batch(1, (32, 32)), cameras=None))

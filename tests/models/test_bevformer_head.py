@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bev_lightning.errors import InputError
+from bev_lightning.models import bevformer_head
 from bev_lightning.models.bevformer_head import BEVFormerHead, _denoising_mask, _passes
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.predictions import QueryPredictions
@@ -141,9 +142,10 @@ def test_denoising_mask() -> None:
     ]
 
 
-def test_disturbed_centres_stay_near() -> None:
-    head = make_head(num_denoising=50, denoising_flip=0.0)
-    start, box, _ = head._disturb(torch.randn(2, 16, 6, 8), None, make_targets())
+def test_noisy_centres_stay_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bevformer_head, "DENOISING_FLIP", 0.0)
+    head = make_head(num_denoising=50)
+    start, box, _ = head._add_noise(torch.randn(2, 16, 6, 8), None, make_targets())
     centre = start.reference[0, :, :2] * torch.tensor([16.0, 12.0]) + torch.tensor([-8.0, -4.0])
     offset = centre - make_targets().centre[0, box[0], :2]
     assert 0.3 < float(offset.abs().max()) <= 0.5 + 1e-5  # half of a box of one metre

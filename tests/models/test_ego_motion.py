@@ -6,7 +6,7 @@ from bev_lightning.models.ego_motion import (
     motion_from_can_bus,
     motion_from_pose,
     origin_cell,
-    turn_map,
+    rotate_map,
 )
 from bev_lightning.structures import BevGrid
 from bev_lightning.structures.geometry import make_transform
@@ -37,7 +37,7 @@ def test_both_sources_agree() -> None:
         ours = motion_from_pose(change[None])
         published = motion_from_can_bus(can_bus)
         torch.testing.assert_close(ours.shift, published.shift, atol=1e-4, rtol=0.0)
-        torch.testing.assert_close(ours.turn, published.turn, atol=1e-5, rtol=0.0)
+        torch.testing.assert_close(ours.rotation, published.rotation, atol=1e-5, rtol=0.0)
 
 
 def test_straight_ahead_is_up() -> None:
@@ -45,11 +45,11 @@ def test_straight_ahead_is_up() -> None:
     change[0, 1, 3] = -2.0  # what lay 2 m ahead is where the lidar is now
     motion = motion_from_pose(change)
     assert motion.shift.tolist() == [[0.0, 2.0]]
-    assert motion.turn.tolist() == [0.0]
+    assert motion.rotation.tolist() == [0.0]
 
 
 def test_a_fixed_thing_is_found_again_under_augmentation() -> None:
-    """The place p + shift in the turned map is where the thing at p lay before."""
+    """The point p + shift in the rotated map is where the thing at p lay before."""
     grid = BevGrid((-6.0, -4.0, -5.0, 10.0, 12.0, 3.0), (1.0, 1.0))
     augment = pose(0.4, -0.7, 0.8)
     augment[:3, :3] *= 1.1
@@ -62,7 +62,7 @@ def test_a_fixed_thing_is_found_again_under_augmentation() -> None:
     previous = torch.zeros(1, 1, *grid.shape)
     i, j = grid.to_cells(there[:2]).floor().long().tolist()
     previous[0, 0, j, i] = 1.0
-    turned = turn_map(previous, motion.turn, origin_cell(grid))
+    turned = rotate_map(previous, motion.rotation, origin_cell(grid))
     found = turned[0, 0].nonzero().float().mean(0).flip(0) + 0.5  # x, y in cells
     wanted = grid.to_cells(thing[:2].float() + motion.shift[0])
     assert (found - wanted).abs().max() < 1.0
@@ -72,7 +72,7 @@ def test_turn_equals_loops() -> None:
     height, width, centre = 5, 8, (2.5, 3.0)
     bev = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
     turn = torch.tensor([0.3, -1.2])
-    turned = turn_map(bev, turn, centre)
+    turned = rotate_map(bev, turn, centre)
     for b in range(2):
         cos, sin = math.cos(turn[b]), math.sin(turn[b])
         for j in range(height):
@@ -87,4 +87,4 @@ def test_turn_equals_loops() -> None:
 
 def test_no_turn_changes_nothing() -> None:
     bev = torch.randn(1, 2, 7, 3)
-    assert torch.equal(turn_map(bev, torch.zeros(1), (100.0, 100.0)), bev)
+    assert torch.equal(rotate_map(bev, torch.zeros(1), (100.0, 100.0)), bev)

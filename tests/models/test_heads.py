@@ -94,12 +94,12 @@ def test_border_is_no_peak_except_of_point_classes() -> None:
 
 
 def test_peaks_are_local_maxima() -> None:
-    head = make_transfusion(peak_kernel=5)
+    head = make_transfusion()
     probability = torch.rand(1, CLASSES, *GRID.shape, generator=torch.Generator().manual_seed(2))
     peaks = head.find_peaks(probability)
     for k, j, i in peaks[0, :8].nonzero().tolist():
-        assert 2 <= j < GRID.shape[0] - 2 and 2 <= i < GRID.shape[1] - 2
-        assert probability[0, k, j, i] == probability[0, k, j - 2 : j + 3, i - 2 : i + 3].max()
+        assert 1 <= j < GRID.shape[0] - 1 and 1 <= i < GRID.shape[1] - 1
+        assert probability[0, k, j, i] == probability[0, k, j - 1 : j + 2, i - 1 : i + 2].max()
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

@@ -26,7 +26,7 @@ from bev_lightning.losses.set_prediction import SetPredictionLoss
 from bev_lightning.models.attention import ImageAttention, VisibleQueries
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
 from bev_lightning.models.bevformer_head import BEVFormerHead
-from bev_lightning.models.ego_motion import turn_map
+from bev_lightning.models.ego_motion import rotate_map
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.geometry import wrap_angle
 from bev_lightning.structures.predictions import (
@@ -84,7 +84,7 @@ class Network(nn.Module):
             dropout=layer["ffn_dropout"],
             motion="can_bus",
             use_can_bus=transformer["use_can_bus"],
-            turn_centre=(float(centre[0]), float(centre[1])),
+            rotation_centre=(float(centre[0]), float(centre[1])),
         )
         layer, coder = decoder["transformerlayers"], config["bbox_coder"]
         attention = attention_config(layer, "CustomMSDeformableAttention")
@@ -143,7 +143,7 @@ class Case:
         self.has_previous = match[3] == "prev"
         self.network = Network(self.config).eval()
         if match[5]:
-            self.network.encoder.turn_centre = (float(match[5]), float(match[5]))
+            self.network.encoder.rotation_centre = (float(match[5]), float(match[5]))
         state = official_bevformer_keys(load_file(folder / "weights.safetensors"), prefix="")
         self.network.load_state_dict(state)
         self.inputs = read_arrays(folder, "inputs.npz")
@@ -253,8 +253,8 @@ class EncoderCase(Case):
         elif output == "prev_bev_rotated":
             previous = self.rows_of("prev_bev", self.rows).transpose(1, 2)
             previous = previous.unflatten(2, encoder.grid.shape)
-            turned = turn_map(previous, motion.turn, encoder.turn_centre)
-            close(turned.flatten(2).permute(2, 0, 1), expected, 0.0)
+            rotated = rotate_map(previous, motion.rotation, encoder.rotation_centre)
+            close(rotated.flatten(2).permute(2, 0, 1), expected, 0.0)
         elif output in ("reference_points_cam", "bev_mask"):
             size = tuple(int(side) for side in self.inputs["img_shape"][:2])
             fractions, seen = encoder.project_anchors(
@@ -275,7 +275,7 @@ def check_constant(case: Case, output: str, expected: np.ndarray) -> None:
     low, high = torch.tensor(encoder.grid.range).view(2, 3)
     values = {
         "ref_3d": ((encoder.anchors - low) / (high - low)).transpose(0, 1).unsqueeze(0),
-        "ref_2d": encoder.places[None, :, None],
+        "ref_2d": encoder.cell_centres[None, :, None],
         "bev_pos": encoder.positions().T.unflatten(1, encoder.grid.shape).unsqueeze(0),
     }
     if output not in values:

@@ -40,7 +40,6 @@ def make_backbone(config: Mapping[str, Any]) -> ResNet | Swin:
         config["depths"],
         config["num_heads"],
         config["window_size"],
-        config["mlp_ratio"],
         config["drop_path_rate"],
         config["out_indices"],
     )

@@ -92,15 +92,12 @@ def make_parts(folder: Path) -> Parts:
             second["out_channels"],
             second["layer_nums"],
             second["layer_strides"],
-            second["norm_cfg"]["eps"],
             second["norm_cfg"]["momentum"],
         ),
         SECONDFPN(
             neck["in_channels"],
             neck["out_channels"],
             neck["upsample_strides"],
-            neck["use_conv_for_no_stride"],
-            neck["norm_cfg"]["eps"],
             neck["norm_cfg"]["momentum"],
         ),
     )

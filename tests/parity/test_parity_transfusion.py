@@ -58,7 +58,6 @@ def make_head(
         num_heads=config["num_heads"],
         ffn_channels=config["ffn_channel"],
         dropout=config["dropout"],
-        peak_kernel=config["nms_kernel_size"],
         height_shift=height_shift,
         choice=BoxSelection(
             score_threshold=coder["score_threshold"] or None,
