@@ -1,1 +1,1 @@
-"""Lightning strategies that split a model over processes."""
+"""Lightning strategies that shard a model or split it over processes."""

@@ -13,17 +13,16 @@ from bev_lightning.private_apis import link_deepspeed_states
 
 
 class ZeroStrategy(DeepSpeedStrategy):
-    """Lightning's DeepSpeedStrategy, but for checkpoints: process 0 writes one ordinary file in
-    which weights and moments are whole and float32, so that it continues under any strategy and
-    one of any strategy here.
+    """Lightning's DeepSpeedStrategy with ordinary checkpoints: process 0 writes one file with full
+    float32 weights and optimizer states, interchangeable with those of all other strategies.
 
-    Each weight is gathered on every process in turn, so that a checkpoint takes 12 bytes a
-    parameter of host memory and a collective for each.
+    Parameters are gathered on every process one by one, so that a checkpoint takes 12 bytes per
+    parameter of host memory and one collective for each.
 
     Args:
-        stage: 1 shares out the moments, 2 the gradients too, 3 the weights too.
-        offload_optimizer: moments and the optimizer's step on the host.
-        offload_parameters: weights on the host, of stage 3.
+        stage: 1 shards the optimizer states, 2 the gradients too, 3 the weights too.
+        offload_optimizer: keep the optimizer states and the optimizer's step on the host.
+        offload_parameters: keep the weights on the host, with stage 3.
     """
 
     def __init__(
@@ -36,16 +35,16 @@ class ZeroStrategy(DeepSpeedStrategy):
             **kwargs,
         )
         assert isinstance(self.config, dict)
-        # The recipe's own AdamW steps on the host too.
+        # The configured optimizer runs on the host too.
         self.config["zero_force_ds_cpu_optimizer"] = False
         self._groups: list[list[nn.Parameter]] = []
 
-    # Weights are restored before DeepSpeed splits them, moments after.
+    # Weights are restored before DeepSpeed shards them, optimizer states after.
     restore_checkpoint_after_setup = False
     lightning_restore_optimizer = True
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, *args: Any) -> Any:
-        # DeepSpeed puts flat tensors into the groups.
+        # DeepSpeed replaces the groups' parameters by flat tensors.
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         return super()._setup_model_and_optimizer(model, optimizer, *args)
 
@@ -57,18 +56,18 @@ class ZeroStrategy(DeepSpeedStrategy):
         Strategy.load_model_state_dict(self, checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return gather_moments(optimizer, self._groups)
+        return gather_optimizer_state(optimizer, self._groups)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            scatter_moments(optimizer, self._groups, state)
+            scatter_optimizer_state(optimizer, self._groups, state)
 
     save_checkpoint = Strategy.save_checkpoint
     load_checkpoint = Strategy.load_checkpoint
 
 
 def gather_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a module that DeepSpeed trains, whole, float32, on the host."""
+    """Full float32 state dict, on the host, of a module that DeepSpeed trains."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -82,12 +81,14 @@ def gather_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in module.state_dict()}
 
 
-def gather_moments(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> dict[str, Any]:
-    """The optimizer's state as torch's own would have it.
+def gather_optimizer_state(
+    optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]
+) -> dict[str, Any]:
+    """Full optimizer state in torch's format.
 
     Args:
-        optimizer: DeepSpeed's, around one of torch's.
-        groups: the parameters of the latter before DeepSpeed took it.
+        optimizer: DeepSpeed's wrapper of a torch optimizer.
+        groups: the torch optimizer's parameters before DeepSpeed replaced them.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -113,10 +114,10 @@ def gather_moments(optimizer: Any, groups: Sequence[Sequence[nn.Parameter]]) -> 
     return {"state": state, "param_groups": described}
 
 
-def scatter_moments(
+def scatter_optimizer_state(
     optimizer: Any, groups: Sequence[Sequence[nn.Parameter]], state: Mapping[str, Any]
 ) -> None:
-    """Take over what :func:`gather_moments`, or torch's optimizer, has written."""
+    """Load a full optimizer state, from :func:`gather_optimizer_state` or torch's optimizer."""
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     inner = optimizer.optimizer
@@ -126,10 +127,10 @@ def scatter_moments(
         return
     example = next(iter(state["state"].values()))
     moments = [key for key, value in example.items() if torch.is_tensor(value) and value.ndim]
-    is_third = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    is_stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     flat = (
         optimizer.fp32_partitioned_groups_flat
-        if is_third
+        if is_stage_3
         else optimizer.single_partition_of_fp32_groups
     )
     for piece in flat:
@@ -141,7 +142,7 @@ def scatter_moments(
         for parameter in group:
             for key in moments:
                 value = state["state"][number][key].to(flat[0].device)
-                if is_third:
+                if is_stage_3:
                     size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
                     own = value.flatten()[rank * size : (rank + 1) * size]
                     own = nn.functional.pad(own, (0, size - own.numel()))

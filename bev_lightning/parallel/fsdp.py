@@ -1,4 +1,4 @@
-"""FSDP2 as a Lightning strategy: every process holds a share of weights, gradients and moments."""
+"""FSDP2 as a Lightning strategy: weights, gradients and optimizer states are sharded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,13 +24,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's ModelParallelStrategy over one data-parallel axis of all processes.
 
-    It differs in three things: it shards the module itself, so that a module knows nothing of it; a
-    checkpoint is one ordinary file in which weights and moments are whole; and the moments are
-    numbered in the order of the optimizer's groups, as torch numbers them everywhere else, so that
-    such a file continues under any other strategy and one of any other strategy here.
+    Three differences: it shards the module itself, so that modules need no code for it; a
+    checkpoint is one ordinary file with full weights and optimizer states; and these are numbered
+    in the order of the optimizer's groups, as torch does elsewhere, so that checkpoints are
+    interchangeable with those of all other strategies.
 
-    Whole weights and moments are gathered on process 0 for a checkpoint, in its host memory: 12
-    bytes a parameter with Adam. Each process reads the file through a memory map.
+    For a checkpoint everything is gathered in the host memory of process 0: 12 bytes per parameter
+    with Adam. To resume, each process maps the file into memory.
     """
 
     def __init__(self, num_processes: int, **kwargs: Any) -> None:
@@ -57,9 +57,9 @@ class ShardedStrategy(ModelParallelStrategy):
         self.setup_precision_plugin()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on process 0, empty elsewhere."""
+        """Full weights on process 0, empty elsewhere."""
         assert self.model is not None
-        return get_model_state_dict(self.model, options=_whole())
+        return get_model_state_dict(self.model, options=_full_on_host())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.model is not None
@@ -67,11 +67,11 @@ class ShardedStrategy(ModelParallelStrategy):
         set_model_state_dict(self.model, dict(checkpoint["state_dict"]), options=options)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Whole moments on process 0, empty elsewhere."""
+        """Full optimizer state on process 0, empty elsewhere."""
         assert self.model is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        named = get_optimizer_state_dict(self.model, optimizer, options=_whole())
+        named = get_optimizer_state_dict(self.model, optimizer, options=_full_on_host())
         if not named:
             return {}
         return _rename(named, {name: i for i, name in enumerate(_names(self.model, optimizer))})
@@ -84,30 +84,31 @@ class ShardedStrategy(ModelParallelStrategy):
             named = _rename(state, dict(enumerate(_names(self.model, optimizer))))
             set_optimizer_state_dict(self.model, optimizer, named, options=options)
 
-    # One ordinary file through the checkpoint plugin, as every other strategy has it.
+    # One ordinary file through the checkpoint plugin, as under other strategies.
     save_checkpoint = Strategy.save_checkpoint
     load_checkpoint = Strategy.load_checkpoint
 
 
 def shard(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the parameters over the mesh: each part of the network is gathered when it is called
-    and let go after, so that no more than one is whole at a time; what lies outside is gathered
-    with the module's own forward. Done once: a module that is sharded stays as it is."""
+    """Shard the parameters over the mesh, if not done yet.
+
+    Each child of the network is gathered for its own forward and freed afterwards, so that only one
+    is whole at a time; all other parameters are gathered with the module's forward.
+    """
     if isinstance(module, FSDPModule):
         return
-    network = getattr(module, "network", module)
-    for part in network.children():
+    for part in module.get_submodule("network").children():
         if any(True for _ in part.parameters()):
             fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
 
 
-def _whole() -> StateDictOptions:
+def _full_on_host() -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def _rename(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names for its parameters."""
+    """An optimizer's state with its parameters renamed."""
     return {
         "state": {names[old]: value for old, value in state["state"].items()},
         "param_groups": [

@@ -20,31 +20,31 @@ from bev_lightning.parallel.pipeline_stage import PipelineRunner
 from bev_lightning.private_apis import _BatchNorm
 from bev_lightning.structures import Batch
 
-# Gradients are summed up over all processes in pieces of this many numbers.
-BUCKET = 16 * 2**20
+# Elements per all-reduce of gradients.
+BUCKET_SIZE = 16 * 2**20
 
 
 class HybridStrategy(DDPStrategy):
-    """The mesh is (data, pipeline, model); a process's rank counts the last axis fastest.
+    """Data, pipeline and row parallelism on the mesh (data, pipeline, model), last axis fastest.
 
-    A column is the processes of one pipeline, and has its own samples. Each batch is cut into
-    micro-batches, which a schedule of torch.distributed.pipelining takes through the stages: the
-    image branch first, fusion and head last. Columns that differ along ``model`` only share out the
-    BEV transform (:mod:`bev_lightning.parallel.partition`), with their own samples before and
-    after.
+    The processes of one pipeline are a replica with samples of its own. Each batch is split into
+    micro-batches, which a schedule of torch.distributed.pipelining runs through the stages, the
+    image branch first, the head last. Replicas that differ along ``model`` only split the BEV
+    transform between them (:class:`bev_lightning.models.protocol.RowParallel`) and keep their own
+    samples before and after it.
 
-    Weights and moments are whole in every process: it computes the gradients of its stage, and at
-    the end of an accumulation all processes sum theirs up. What is shared out is activations and
-    work, which fill a card: the weights, gradients and moments of BEVFormer base are 1.1 GB. So
-    clipping, loss scaling, checkpoints, averages of the weights and validation (which spreads the
-    whole model over all processes) are those of ddp.
+    Every process holds all weights and optimizer states, computes the gradients of its stage, and
+    sums them with all others at the end of an accumulation. Activations and compute are
+    distributed, since they fill a card: weights, gradients and optimizer states of BEVFormer base
+    are 1.1 GB. So clipping, loss scaling, checkpoints, weight averages and validation (the whole
+    model in every process) work as under ddp.
 
     Args:
         data, pipeline, model: sizes of the mesh; their product is the number of processes.
-        schedule: ``gpipe`` (all forward passes, then all backward passes) or ``1f1b`` (as soon as
-            possible one of each, which holds the activations of fewer micro-batches).
-        micro_batches: pieces of each batch.
-        cuts: parts that begin a stage; None for the model's own choice.
+        schedule: ``gpipe`` (all forward passes, then all backward passes) or ``1f1b`` (alternating
+            as early as possible, which keeps the activations of fewer micro-batches).
+        micro_batches: micro-batches per batch.
+        cuts: parts that begin a stage; None for the network's own order of preference.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class HybridStrategy(DDPStrategy):
         self.schedule, self.micro_batches, self.cuts = schedule, micro_batches, cuts
         self._mesh: DeviceMesh | None = None
         self._stages: list[list[PipelinePart]] = []
-        self._pipes: dict[Any, PipelineRunner] = {}
-        self._fresh: list[Tensor | None] = []
-        self._accumulates = False
+        self._runners: dict[Any, PipelineRunner] = {}
+        self._new_gradients: list[Tensor | None] = []
+        self._is_accumulating = False
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Training's samples go to columns; all processes of one read the same."""
+        """Training samples are sharded over replicas; all processes of one read the same."""
         data, _, model = self.shape
         assert self._mesh is not None
-        place = self._mesh.get_local_rank("data") * model + self._mesh.get_local_rank("model")
-        return {"num_replicas": data * model, "rank": place}
+        replica = self._mesh.get_local_rank("data") * model + self._mesh.get_local_rank("model")
+        return {"num_replicas": data * model, "rank": replica}
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -85,11 +85,11 @@ class HybridStrategy(DDPStrategy):
         row_parallel = RowParallelGroup(self._mesh.get_group("model"))
         partition = partition_model(self._module, row_parallel)
         self._stages = split_stages(partition, self.shape[1], self.cuts)
-        self._pipes = {}
+        self._runners = {}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Forward and backward passes of a micro-step. The gradients wait for :meth:`backward`: in
-        between Lightning clears what the parameters hold."""
+        """Forward and backward passes of a micro-step. The gradients are kept for
+        :meth:`backward`, because Lightning clears those of the parameters in between."""
         if batch.size % self.micro_batches:
             raise InputError(
                 f"strategy.micro_batches={self.micro_batches} does not divide a batch of "
@@ -101,22 +101,22 @@ class HybridStrategy(DDPStrategy):
         held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        terms = self._tell(self._pipe(micro[0]).step(micro, self._scale()))
-        self._fresh = [parameter.grad for parameter in parameters]
+        terms = self._broadcast_terms(self._runner(micro[0]).step(micro, self._loss_scale()))
+        self._new_gradients = [parameter.grad for parameter in parameters]
         for parameter, gradient in zip(parameters, held, strict=True):
             parameter.grad = gradient
         return self._module.log_loss(terms, batch)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Add the gradients of the micro-step; at the end of an accumulation those of all
+        """Add the gradients of the micro-step; at the end of an accumulation, sum over all
         processes."""
-        for parameter, gradient in zip(self._parameters, self._fresh, strict=True):
+        for parameter, gradient in zip(self._parameters, self._new_gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             elif gradient is not None:
                 parameter.grad += gradient
-        self._fresh = []
-        if not self._accumulates:
+        self._new_gradients = []
+        if not self._is_accumulating:
             self._sum_gradients()
             self._copy_statistics()
         loss: Tensor = self.precision_plugin.post_backward(closure_loss, self._module)
@@ -124,12 +124,12 @@ class HybridStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning is in here while it accumulates."""
-        self._accumulates = True
+        """Lightning enters this context while it accumulates."""
+        self._is_accumulating = True
         try:
             yield
         finally:
-            self._accumulates = False
+            self._is_accumulating = False
 
     @property
     def _module(self) -> DetectionModule:
@@ -140,13 +140,13 @@ class HybridStrategy(DDPStrategy):
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
-    def _pipe(self, example: Batch) -> PipelineRunner:
-        """The pipe for batches of these shapes."""
+    def _runner(self, example: Batch) -> PipelineRunner:
+        """The runner for batches of these shapes."""
         images = None if example.cameras is None else example.cameras.images.shape
         key = (example.size, images)
-        if key not in self._pipes:
+        if key not in self._runners:
             assert self._mesh is not None
-            self._pipes[key] = PipelineRunner(
+            self._runners[key] = PipelineRunner(
                 self._stages,
                 partial(self._module.compute_loss, num_chunks=self.micro_batches),
                 self.schedule,
@@ -156,35 +156,35 @@ class HybridStrategy(DDPStrategy):
                 example,
                 self.root_device,
             )
-        return self._pipes[key]
+        return self._runners[key]
 
-    def _scale(self) -> Tensor | float:
-        """What a micro-batch's loss counts: the mean over micro-batches and accumulation, times the
-        scale of float16."""
+    def _loss_scale(self) -> Tensor | float:
+        """Factor of a micro-batch's loss: 1 / (micro-batches x accumulation), times the loss scale
+        of float16."""
         share = 1.0 / (self.micro_batches * self._module.trainer.accumulate_grad_batches)
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is None:
             return share
-        # Every process asks, or the scaler of one that has no loss would know no scale.
+        # On every process: a scaler is initialised by its first use, also without a loss.
         scale: Tensor = scaler.scale(torch.full((), share, device=self.root_device))
         return scale
 
-    def _tell(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The last stage's terms on all stages."""
+    def _broadcast_terms(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The last stage's loss terms, on all stages."""
         if self.shape[1] == 1:
             return terms
         assert self._mesh is not None
         group = self._mesh.get_group("pipeline")
-        told: list[dict[str, float]] = [{name: float(value) for name, value in terms.items()}]
+        values: list[dict[str, float]] = [{name: float(value) for name, value in terms.items()}]
         last = dist.get_global_rank(group, self.shape[1] - 1)
-        dist.broadcast_object_list(told, last, group=group, device=self.root_device)
+        dist.broadcast_object_list(values, last, group=group, device=self.root_device)
         return {
-            name: torch.tensor(value, device=self.root_device) for name, value in told[0].items()
+            name: torch.tensor(value, device=self.root_device) for name, value in values[0].items()
         }
 
     def _sum_gradients(self) -> None:
-        """Gradients of the mean over the columns, in every process. A parameter that no process
-        used stays without."""
+        """All-reduce to the gradients of the mean over the replicas; a parameter that no process
+        used keeps none."""
         parameters = self._parameters
         used = torch.tensor(
             [parameter.grad is not None for parameter in parameters],
@@ -195,7 +195,7 @@ class HybridStrategy(DDPStrategy):
         pending = [p for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
         while pending:
             bucket = [pending.pop()]
-            while pending and sum(p.numel() for p in bucket) + pending[-1].numel() <= BUCKET:
+            while pending and sum(p.numel() for p in bucket) + pending[-1].numel() <= BUCKET_SIZE:
                 bucket.append(pending.pop())
             flat = torch.cat(
                 [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in bucket]
@@ -207,8 +207,8 @@ class HybridStrategy(DDPStrategy):
                 parameter.grad = piece.view_as(parameter)
 
     def _copy_statistics(self) -> None:
-        """Those of the batch norms of each stage, from its first process to all others: process 0
-        saves and validates with them, and has moved only its own stage's."""
+        """Broadcast each stage's batch-norm statistics from its first process: process 0, which
+        saves and validates, has updated only those of its own stage."""
         assert self._mesh is not None
         if len(self._stages) == 1:
             return

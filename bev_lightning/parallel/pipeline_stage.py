@@ -1,4 +1,4 @@
-"""One stage of the chain, and the schedule that takes micro-batches through all stages."""
+"""Runs a pipeline stage under a schedule of torch.distributed.pipelining."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,18 +20,18 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 class PipelineRunner:
     """Runs forward and backward passes of a stage for all micro-batches of a step.
 
-    Every process of the pipeline holds the step's batch, so that a stage reads from it what it
-    needs (points, annotations) and only features travel. Shapes that travel are found out once, by
-    a forward pass of one micro-batch without gradient, which each process makes on its own.
+    Every process of the pipeline has the step's batch, so that a stage reads its inputs (points,
+    annotations) from it and only features are sent. Their shapes are found once, by a forward pass
+    of one micro-batch without gradient in each process.
 
     Args:
-        stages: the parts of every stage, this process's being ``stages[group.rank()]``.
-        loss: predictions and their micro-batch to weighted terms.
+        stages: the parts of every stage; this process runs ``stages[group.rank()]``.
+        loss: maps predictions and their micro-batch to weighted terms.
         schedule: ``gpipe`` or ``1f1b``.
-        num_micro: micro-batches of a step.
+        num_micro: micro-batches per step.
         group: the pipeline's processes in the order of the stages.
-        autocast: around the forward pass; the backward pass is outside of it.
-        example: a micro-batch of the shapes to come.
+        autocast: context of the forward pass, without the backward pass.
+        example: a micro-batch with the shapes of all others.
     """
 
     def __init__(
@@ -46,27 +46,30 @@ class PipelineRunner:
         device: torch.device,
     ) -> None:
         number, last = group.rank(), len(stages) - 1
-        borders = _probe(stages, autocast, example, device)
+        boundaries = _infer_shapes(stages, autocast, example, device)
         self.stage = _Stage(stages[number], loss if number == last else None, autocast, device)
         stage = PipelineStage(
             self.stage,
             number,
             len(stages),
             device,
-            input_args=borders[number],
-            output_args=borders[number + 1],
+            input_args=boundaries[number],
+            output_args=boundaries[number + 1],
             group=group,
         )
-        # The gradients are divided with the loss: the schedule would divide those that were
-        # accumulated before once more.
+        # The loss is scaled instead of the gradients: the schedule would scale previously
+        # accumulated ones again.
         self.schedule = SCHEDULES[schedule](
             stage, num_micro, loss_fn=self._scaled_loss, scale_grads=False
         )
         self._scale: Tensor | float = 1.0
 
     def step(self, micro: Sequence[Batch], scale: Tensor | float) -> dict[str, Tensor]:
-        """Add the gradients of ``scale`` times the sum of all micro-batches' losses to the
-        parameters; on the last stage the terms' means over the micro-batches, empty elsewhere."""
+        """Accumulate the gradients of ``scale`` times the sum of all micro-batches' losses.
+
+        Returns:
+            On the last stage the terms' means over the micro-batches, elsewhere empty.
+        """
         self.stage.micro, self._scale = list(micro), scale
         self.stage.terms.clear()
         numbers = torch.arange(len(micro))
@@ -81,7 +84,7 @@ class PipelineRunner:
 
 
 class _Stage(nn.Module):
-    """What the schedule calls; it owns no parameter, so that none is registered twice."""
+    """The module that the schedule calls; without parameters, so that none is registered twice."""
 
     def __init__(
         self,
@@ -94,24 +97,24 @@ class _Stage(nn.Module):
         self.parts, self.loss, self.autocast = parts, loss, autocast
         self.micro: list[Batch] = []
         self.terms: list[dict[str, Tensor]] = []
-        # What travels takes a gradient even where all before it is frozen: the stages expect one.
+        # Sent tensors need a gradient even if everything before them is frozen.
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
     def forward(self, *values: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         batch = self.micro[int(number)]
         with self.autocast():
-            result: Any = tuple(_Enter.apply(value) for value in values)
+            result: Any = tuple(_ContiguousGrad.apply(value) for value in values)
             for part in self.parts:
                 result = part.run(batch, *result)
             if self.loss is None:
-                return tuple(_Leave.apply(value, self.anchor) for value in result)
+                return tuple(_ContiguousOutput.apply(value, self.anchor) for value in result)
             terms = self.loss(result, batch)
         self.terms.append({name: value.detach() for name, value in terms.items()})
         return torch.stack(list(terms.values()))
 
 
-class _Enter(torch.autograd.Function):
-    """The identity, whose gradient is contiguous: what travels back must be."""
+class _ContiguousGrad(torch.autograd.Function):
+    """The identity with a contiguous gradient, as sending it requires."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -122,8 +125,8 @@ class _Enter(torch.autograd.Function):
         return grad.contiguous()
 
 
-class _Leave(torch.autograd.Function):
-    """A contiguous copy or the value itself, which depends on an anchor with a gradient of 0."""
+class _ContiguousOutput(torch.autograd.Function):
+    """The value, contiguous, with a dependence on an anchor that gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
@@ -134,25 +137,25 @@ class _Leave(torch.autograd.Function):
         return grad, None
 
 
-def _probe(
+def _infer_shapes(
     stages: Sequence[Sequence[PipelinePart]],
     autocast: Autocast,
     example: Batch,
     device: torch.device,
 ) -> list[tuple[Tensor, ...]]:
-    """What enters each stage and what leaves the last one, as tensors without content."""
+    """Inputs of each stage and outputs of the last one, as meta tensors."""
     values: tuple[Tensor, ...] = ()
-    borders: list[tuple[Tensor, ...]] = [()]
+    boundaries: list[tuple[Tensor, ...]] = [()]
     owners = [module for parts in stages[:-1] for part in parts for module in part.modules]
     training = [module for owner in owners for module in owner.modules() if module.training]
     for module in training:
-        module.training = False  # statistics stay as they are
+        module.training = False  # keeps the statistics
     try:
         with torch.no_grad(), autocast():
             for parts in stages[:-1]:
                 for part in parts:
                     values = part.run(example, *values)
-                borders.append(
+                boundaries.append(
                     tuple(
                         torch.empty(
                             value.shape, dtype=value.dtype, device="meta", requires_grad=True
@@ -163,4 +166,4 @@ def _probe(
     finally:
         for module in training:
             module.training = True
-    return [*borders, (torch.empty(1, device="meta", requires_grad=True),)]
+    return [*boundaries, (torch.empty(1, device="meta", requires_grad=True),)]

@@ -18,9 +18,9 @@ from bev_lightning.config.resolve import resolve
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.parallel.deepspeed import (
     ZeroStrategy,
-    gather_moments,
+    gather_optimizer_state,
     gather_weights,
-    scatter_moments,
+    scatter_optimizer_state,
 )
 
 job = json.loads(sys.argv[1])
@@ -66,11 +66,11 @@ engine, zero, _, _ = deepspeed.initialize(
     model=model, optimizer=optimizer, config=config, dist_init_required=False
 )
 if stored:
-    scatter_moments(zero, groups, stored["optimizer"])
+    scatter_optimizer_state(zero, groups, stored["optimizer"])
 for step in range(job["begin"], job["end"]):
     engine.backward(engine(samples(step, rank)).square().mean())
     engine.step()
-state = {"state_dict": gather_weights(model), "optimizer": gather_moments(zero, groups)}
+state = {"state_dict": gather_weights(model), "optimizer": gather_optimizer_state(zero, groups)}
 if rank == 0:
     torch.save(state, job["out"])
     # The same in one process of torch alone.
