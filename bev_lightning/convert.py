@@ -21,7 +21,7 @@ def main(cfg: DictConfig) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from bev_lightning.checkpointing.import_official import convert_to_official, convert_to_ours
+    from bev_lightning.checkpointing.official import convert_to_official, convert_to_ours
     from bev_lightning.checkpointing.weights import read_state
     from bev_lightning.errors import InputError
     from bev_lightning.runtime.build import build_module

@@ -1,6 +1,6 @@
-"""Names and layouts of published weights: the machinery that goes there and back.
+"""Translates names and values of state dicts by tables of renames, in both directions.
 
-The published names are listed in :mod:`bev_lightning.checkpointing.official_names`.
+The tables of the published formats are in :mod:`bev_lightning.checkpointing.official`.
 """
 
 import re
@@ -13,43 +13,43 @@ from torch import Tensor
 Rename = tuple[str, str]
 
 
-def _as_it_is(name: str, value: Tensor) -> Tensor:
+def _unchanged(name: str, value: Tensor) -> Tensor:
     return value
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a part stores its values: two functions ``(our name, value) -> value``, each the other's
-    inverse."""
+class ValueMap:
+    """How a part's values are stored: two functions ``(our name, value) -> value``, inverse to
+    each other; unchanged by default."""
 
-    to_ours: Callable[[str, Tensor], Tensor] = _as_it_is
-    to_official: Callable[[str, Tensor], Tensor] = _as_it_is
+    to_ours: Callable[[str, Tensor], Tensor] = _unchanged
+    to_official: Callable[[str, Tensor], Tensor] = _unchanged
 
     @classmethod
-    def same_both_ways(cls, change: Callable[[str, Tensor], Tensor]) -> "Layout":
-        """Of a change that undoes itself."""
+    def self_inverse(cls, change: Callable[[str, Tensor], Tensor]) -> "ValueMap":
+        """From a function that is its own inverse."""
         return cls(change, change)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a published network and our counterpart.
+    """A part of a published network and its counterpart in ours.
 
     Attributes:
-        official, ours: what the names of the part begin with; ours None: no counterpart at all.
-        renames: pairs (official, ours) of pieces of names. A piece begins where a name or a level
-            of it begins (with ``^``: the name); ``#`` stands for a number. On the way to ours they
-            are applied in order, on the way back in the reverse order.
-        layout: of the values.
+        official, ours: prefixes of its names; ours None: it has no counterpart.
+        renames: pairs (official, ours) of pieces of names. A piece matches at the beginning of a
+            level of the name (with ``^``: of the name); ``#`` matches a number. To ours they are
+            applied in order, to the official names in reverse order.
+        values: how the values are stored.
         ignored: pattern of official names, without the prefix, that have no counterpart.
-        constants: what the official state dict holds besides, without the prefix; they follow from
-            the configuration.
+        constants: further entries of the official state dict, without the prefix, which follow
+            from the configuration.
     """
 
     official: str
     ours: str | None
     renames: tuple[Rename, ...] = ()
-    layout: Layout = Layout()
+    values: ValueMap = ValueMap()
     ignored: str | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -83,11 +83,11 @@ class Translation:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a translated state dict fits the one that is wanted.
+    """How a translated state dict fits the expected one.
 
     Attributes:
-        state: what fits, by its new name.
-        missing, unexpected, reshaped: what does not; ``old name -> new name`` where there are two.
+        state: entries that fit, by their new name.
+        missing, unexpected, reshaped: the others; ``old name -> new name`` if the two differ.
     """
 
     state: dict[str, Tensor]
@@ -101,11 +101,11 @@ class Fit:
 
 
 def fit(translation: Translation, wanted: Mapping[str, Tensor], names: Mapping[str, str]) -> Fit:
-    """Sort a translated state dict by what is wanted.
+    """Compare a translated state dict with the expected one.
 
     Args:
-        wanted: values of the right shape, by their new name.
-        names: the old name of each of them that has one.
+        wanted: values of the expected shapes, by their new name.
+        names: their old names, as far as they have one.
     """
     state, reshaped = {}, []
     for name, value in translation.state.items():
@@ -130,8 +130,8 @@ def _both(old: str | None, new: str) -> str:
 
 
 def translate_to_ours(state: Mapping[str, Tensor], parts: Sequence[Part]) -> Translation:
-    """Official names and layouts to ours. What has no counterpart is left out; where several parts
-    fit a name, the one with the longest prefix is meant."""
+    """Official names and values to ours. Entries without a counterpart are left out; if several
+    parts match a name, the one with the longest prefix counts."""
     result = Translation({}, {}, [])
     for official, value in state.items():
         part = max(
@@ -145,13 +145,13 @@ def translate_to_ours(state: Mapping[str, Tensor], parts: Sequence[Part]) -> Tra
         if part is None or part.ours is None or name is None:
             result.unknown.append(official)
             continue
-        result.state[part.ours + name] = part.layout.to_ours(name, value).contiguous()
+        result.state[part.ours + name] = part.values.to_ours(name, value).contiguous()
         result.sources[part.ours + name] = official
     return result
 
 
 def translate_to_official(state: Mapping[str, Tensor], parts: Sequence[Part]) -> Translation:
-    """Our names and layouts to the official ones, with the constants that belong there."""
+    """Our names and values to the official ones, with the constants of the parts."""
     result = Translation({}, {}, [])
     for ours, value in state.items():
         part = max(
@@ -164,7 +164,7 @@ def translate_to_official(state: Mapping[str, Tensor], parts: Sequence[Part]) ->
             continue
         name = ours[len(part.ours) :]
         official = part.official + part.name_official(name)
-        result.state[official] = part.layout.to_official(name, value).contiguous()
+        result.state[official] = part.values.to_official(name, value).contiguous()
         result.sources[official] = ours
     for part in parts:
         constants = part.constants.items()

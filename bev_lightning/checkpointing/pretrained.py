@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Mapping
+from functools import singledispatch
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from bev_lightning.checkpointing.official_names import official_image_keys
+from bev_lightning.checkpointing.official import convert_module
 from bev_lightning.checkpointing.weights import read_state
 from bev_lightning.errors import InputError
 from bev_lightning.models.image import ResNet
@@ -44,7 +45,7 @@ def load_backbone(backbone: nn.Module, source: str) -> list[str]:
     Raises:
         InputError: the source cannot be read, or is of another backbone.
     """
-    state = _translate(backbone, _read(source))
+    state = backbone_weights(backbone, _read(source))
     own = backbone.state_dict()
     reshaped = [name for name in state if name in own and state[name].shape != own[name].shape]
     fresh = [
@@ -79,17 +80,27 @@ def _read(source: str) -> dict[str, Tensor]:
     return state
 
 
-def _translate(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if isinstance(backbone, ResNet):
-        # torchvision's names are timm's and mmdetection's too.
-        return official_image_keys(state, _prefix(state, "conv1.weight"))
-    if not isinstance(backbone, Swin):
-        raise InputError(f"{type(backbone).__name__} takes no pretrained weights; set it to null")
+@singledispatch
+def backbone_weights(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A published image model's weights under a backbone's own names; register other classes with
+    ``backbone_weights.register``."""
+    raise InputError(f"{type(backbone).__name__} takes no pretrained weights; set it to null")
+
+
+@backbone_weights.register
+def _(backbone: ResNet, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # torchvision, timm and mmdetection use the same names.
+    prefix = _prefix(state, "conv1.weight")
+    return {name[len(prefix) :]: v for name, v in state.items() if name.startswith(prefix)}
+
+
+@backbone_weights.register
+def _(backbone: Swin, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "features.0.0.weight" in state:
         return {_torchvision_name(name): _reorder(name, value) for name, value in state.items()}
     if any(name.endswith("patch_embed.projection.weight") for name in state):
-        return official_image_keys(state, _prefix(state, "patch_embed.projection.weight"))
-    # timm counts a merging to the stage it leads to, the original code to the one it comes from.
+        return convert_module(backbone, state, _prefix(state, "patch_embed.projection.weight"))
+    # timm counts a merging to the stage after it, the original code to the stage before it.
     first = 1 if any(re.match(r"layers\.3\.downsample\.", name) for name in state) else 0
     return {_timm_name(name, first): _reorder(name, value) for name, value in state.items()}
 

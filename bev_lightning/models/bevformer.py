@@ -32,6 +32,8 @@ class BEVFormer(nn.Module):
             :class:`bev_lightning.models.perspective.PerspectiveHead`; None as published.
     """
 
+    official_formats: tuple[str, ...] = ("bevformer",)
+
     def __init__(
         self,
         backbone: nn.Module,

@@ -29,6 +29,8 @@ class BEVFusion(nn.Module):
     All BEV maps are ``(B, C, Y, X)`` on one grid up to the backbone.
     """
 
+    official_formats: tuple[str, ...] = ("mit", "mmdetection3d")
+
     def __init__(
         self,
         backbone: nn.Module,

@@ -74,12 +74,16 @@ class SupportsCheckpointing(Protocol):
     gradient_checkpointing: bool
 
 
+@runtime_checkable
 class HasOfficialWeights(Protocol):
-    """A network with a published counterpart, for the convert command; its layouts are registered
-    with :func:`bev_lightning.checkpointing.official_layouts.network_parts`."""
+    """A network whose weights the convert command translates from and to published formats; its
+    parts are registered in :mod:`bev_lightning.checkpointing.official`.
 
-    official_layouts: tuple[str, ...]
-    """Names of the checkpoint layouts that fit, the default first."""
+    Attributes:
+        official_formats: the formats' names, the default first.
+    """
+
+    official_formats: tuple[str, ...]
 
 
 class RowParallel(Protocol):

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bev_lightning.checkpointing.official_names import official_bevformer_keys
+from bev_lightning.checkpointing.key_map import translate_to_ours
+from bev_lightning.checkpointing.official import bevformer_head_parts
 from bev_lightning.losses.set_prediction import SetPredictionLoss
 from bev_lightning.models.attention import ImageAttention, VisibleQueries
 from bev_lightning.models.bev_encoder import BEVEncoder, PreviousBev
@@ -144,8 +145,8 @@ class Case:
         self.network = Network(self.config).eval()
         if match[5]:
             self.network.encoder.rotation_centre = (float(match[5]), float(match[5]))
-        state = official_bevformer_keys(load_file(folder / "weights.safetensors"), prefix="")
-        self.network.load_state_dict(state)
+        weights = load_file(folder / "weights.safetensors")
+        self.network.load_state_dict(translate_to_ours(weights, bevformer_head_parts("")).state)
         self.inputs = read_arrays(folder, "inputs.npz")
         self.inter: dict[str, Tensor] = {}
         self._record()
@@ -386,8 +387,8 @@ class HeadCase(Case):
         close(self.loss(name).reshape(expected.shape), expected, 1e-6, 1e-4)
 
     def parameter(self, official: str) -> nn.Parameter:
-        name = next(iter(official_bevformer_keys({official: torch.zeros(())}, prefix="")), official)
-        return self.network.get_parameter(name)
+        names = translate_to_ours({official: torch.zeros(())}, bevformer_head_parts("")).state
+        return self.network.get_parameter(next(iter(names), official))
 
     def gradient(self, official: str) -> Tensor:
         parameter = self.parameter(official)

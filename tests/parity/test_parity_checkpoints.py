@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from bev_lightning.checkpointing.key_map import Part, translate_to_official, translate_to_ours
-from bev_lightning.checkpointing.official_names import published_parts
+from bev_lightning.checkpointing.official import published_parts
+from bev_lightning.models.bev import SECOND, SECONDFPN, ConvFuser
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.bevfusion import BEVFusion
+from bev_lightning.models.heads import TransFusionHead
 from bev_lightning.models.image import FPN, LiftFPN, ResNet
 from bev_lightning.models.lidar import LidarVoxelBranch, MeanVoxels
 from bev_lightning.models.lift import CameraBranch, LiftSplat
@@ -26,7 +28,9 @@ FOLDERS = [path.parent for path in parity_folders("*/weights.safetensors")]
 
 
 def bevfusion(**parts: nn.Module) -> BEVFusion:
-    return BEVFusion(nn.Identity(), nn.Identity(), nn.Identity(), fuser=nn.Identity(), **parts)
+    backbone, neck = SECOND(1, (1,), (1,), (1,)), SECONDFPN((1,), (1,), (1,))
+    head = TransFusionHead(BevGrid((0, 0, 0, 1, 1, 1), (1, 1)), 1, 10, 8, 1)
+    return BEVFusion(backbone, neck, head, fuser=ConvFuser((1, 1), 1), **parts)
 
 
 def make_lift(config: dict[str, Any]) -> LiftSplat:
@@ -59,8 +63,9 @@ def cases(folder: Path) -> list[tuple[dict[str, Tensor], tuple[Part, ...], set[s
     if "modules" in config:
         found = []
         for name, module in config["modules"].items():
-            camera = CameraBranch(nn.Identity(), nn.Identity(), make_lift(module))
             size = tuple(module["image_size"])
+            backbone = nn.AvgPool2d(size[0] // module["feature_size"][0])
+            camera = CameraBranch(backbone, nn.Identity(), make_lift(module))
             part = {
                 k.removeprefix(f"{name}/"): v for k, v in state.items() if name == k.split("/")[0]
             }

@@ -11,7 +11,7 @@ from parity_files import needs_parity_files, parity_folders, read_tensors
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bev_lightning.checkpointing.official_names import official_image_keys
+from bev_lightning.checkpointing.official import convert_module
 from bev_lightning.models.image import FPN, LiftFPN, ResNet
 from bev_lightning.models.swin import Swin
 
@@ -65,7 +65,7 @@ def run(folder: Path) -> dict[str, Tensor]:
     names = ("encoders.camera.backbone.", "encoders.camera.neck.")
     names = names if mit else ("img_backbone.", "img_neck.")
     for part, prefix in zip(parts, names, strict=True):
-        part.load_state_dict(official_image_keys(state, prefix, bgr=bgr), strict=True)
+        part.load_state_dict(convert_module(part, state, prefix), strict=True)
         part.eval()
     with torch.no_grad():
         features = parts[0](images.flip(1) if bgr else images)

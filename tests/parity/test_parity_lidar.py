@@ -19,7 +19,7 @@ from parity_files import needs_parity_files, parity_folders, read_tensors
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from bev_lightning.checkpointing.official_names import official_lidar_keys
+from bev_lightning.checkpointing.official import convert_module
 from bev_lightning.models.bev import SECOND, SECONDFPN, ConvFuser
 from bev_lightning.models.lidar import LidarVoxelBranch, MeanVoxels
 from bev_lightning.models.sparse_encoder import SparseEncoder
@@ -103,7 +103,8 @@ def make_parts(folder: Path) -> Parts:
     )
     state = load_file(folder / "weights.safetensors")
     for prefix, number in PREFIXES.items():
-        parts[number].load_state_dict(official_lidar_keys(state, prefix), strict=True)
+        part = parts[number]
+        part.load_state_dict(convert_module(part, state, prefix), strict=True)
         parts[number].eval()
     return parts
 

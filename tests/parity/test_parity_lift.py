@@ -14,7 +14,7 @@ from parity_files import needs_parity_files, parity_folders, read_tensors
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bev_lightning.checkpointing.official_names import official_lift_keys
+from bev_lightning.checkpointing.official import convert_module
 from bev_lightning.models.lift import LiftSplat, depth_map
 from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.structures import BevGrid, Cameras, Points
@@ -50,7 +50,7 @@ def make_lift(folder: Path, module: str) -> LiftSplat:
     )
     state = load_file(folder / "weights.safetensors")
     prefix = f"{module}/encoders.camera.vtransform."
-    lift.load_state_dict(official_lift_keys(state, prefix), strict=True)
+    lift.load_state_dict(convert_module(lift, state, prefix), strict=True)
     return lift.eval()
 
 

@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bev_lightning.checkpointing.official_names import official_transfusion_keys
+from bev_lightning.checkpointing.official import convert_module
+from bev_lightning.losses.detection import TransFusionLoss
 from bev_lightning.losses.heatmap import gaussian_heatmap
 from bev_lightning.losses.iou import pairwise_iou
 from bev_lightning.losses.matching import TransFusionMatcher, distance_cost, focal_cost
@@ -142,7 +143,8 @@ class HeadRun:
         inputs = read_arrays(folder, "inputs.npz")
         self.outputs = read_arrays(folder, "outputs.npz")
         self.head = make_head(self.config)
-        state = official_transfusion_keys(load_file(folder / "weights.safetensors"))
+        weights = load_file(folder / "weights.safetensors")
+        state = convert_module(self.head, weights, "heads.object.")
         self.head.load_state_dict(state)
         self.inter: dict[str, Tensor] = {}
         self._record()
@@ -306,7 +308,7 @@ class HeadRun:
         close(values[name], expected, atol=1e-6, rtol=1e-4)
 
     def gradient(self, official: str) -> Tensor:
-        name = next(iter(official_transfusion_keys({official: torch.zeros(())})))
+        name = next(iter(convert_module(self.head, {official: torch.zeros(())}, "heads.object.")))
         gradient = self.head.get_parameter(name).grad
         assert gradient is not None, official
         return gradient.transpose(-1, -2) if gradient.dim() == 4 else gradient

@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bev_lightning.checkpointing.import_official import convert_to_official, convert_to_ours
-from bev_lightning.checkpointing.key_map import translate_to_official
-from bev_lightning.checkpointing.official_names import find_names, published_parts
+from bev_lightning.checkpointing.key_map import Part, translate_to_official
+from bev_lightning.checkpointing.official import (
+    convert_to_official,
+    convert_to_ours,
+    detect_format,
+    network_parts,
+    published_parts,
+)
 from bev_lightning.errors import InputError
 from bev_lightning.models.bev import SECOND, SECONDFPN, ConvFuser
 from bev_lightning.models.bev_encoder import BEVEncoder
@@ -183,14 +188,26 @@ def test_what_was_never_published_has_no_name() -> None:
 
 
 def test_names_that_are_not_known_are_refused() -> None:
-    assert find_names({"encoders.lidar.backbone.conv_input.0.weight": torch.zeros(1)}) == "mit"
-    assert find_names({"conv1.weight": torch.zeros(1)}) is None
-    with pytest.raises(InputError, match="no published names"):
+    assert detect_format({"encoders.lidar.backbone.conv_input.0.weight": torch.zeros(1)}) == "mit"
+    assert detect_format({"conv1.weight": torch.zeros(1)}) is None
+    with pytest.raises(InputError, match="no published format"):
         convert_to_ours(make_bevfusion(), {"network.head.x": torch.zeros(1)})
-    with pytest.raises(
-        InputError, match="BEVFusion has no counterpart under the names of bevformer"
-    ):
+    with pytest.raises(InputError, match="BEVFusion has no counterpart in the format bevformer"):
         published_parts(make_bevfusion(), "bevformer")
+
+
+def test_a_network_of_your_own_registers_its_parts() -> None:
+    class Own(nn.Linear):
+        official_formats = ("theirs",)
+
+    network = Own(2, 2)
+    with pytest.raises(InputError, match="the parts of Own are not registered; register them"):
+        convert_to_official(network, network.state_dict())
+    network_parts.register(Own, lambda network, published, image_size: (Part("linear.", ""),))
+    official, published = convert_to_official(network, network.state_dict())
+    assert published == "theirs" and list(official.state) == ["linear.weight", "linear.bias"]
+    with pytest.raises(InputError, match="Linear has no counterpart in the format mit"):
+        convert_to_official(nn.Linear(2, 2), {}, "mit")
 
 
 def test_the_port_called_its_view_transform_otherwise_at_first() -> None:
