@@ -200,7 +200,7 @@ def test_read_state_takes_every_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "text.safetensors").write_text("hello")
     (tmp_path / "list.pkl").write_bytes(pickle.dumps([1, 2]))
     for name in ("text.ckpt", "text.safetensors", "list.pkl"):
-        with pytest.raises(InputError, match=f"{name} is no checkpoint"):
+        with pytest.raises(InputError, match=f"{name} is no readable checkpoint"):
             read_state(tmp_path / name)
     with pytest.raises(InputError, match="there is no checkpoint"):
         read_state(tmp_path / "absent.safetensors")

@@ -1,4 +1,4 @@
-"""Backbones that start from published image models."""
+"""Loads published image-model weights into backbones."""
 
 import re
 from collections.abc import Mapping
@@ -30,38 +30,41 @@ _TORCHVISION_SWIN = (
 
 
 def load_backbone(backbone: nn.Module, source: str) -> list[str]:
-    """Fill a :class:`ResNet` or :class:`Swin` with published weights of an image model.
+    """Load published image-model weights into a :class:`ResNet`, a :class:`Swin` or a registered
+    class.
 
     Args:
         source: a .pth or .safetensors file with the names of torchvision, timm, mmdetection or the
-            original Swin code (``backbone.`` or the like in front of them is no matter); or one of
-            torchvision's own, such as ``ResNet50_Weights.IMAGENET1K_V2`` or
-            ``Swin_T_Weights.IMAGENET1K_V1``, which torchvision downloads unless its cache holds it.
+            original Swin code, under any prefix; or the name of torchvision weights such as
+            ``ResNet50_Weights.IMAGENET1K_V2`` or ``Swin_T_Weights.IMAGENET1K_V1``, which
+            torchvision downloads unless they are in its cache.
 
     Returns:
-        Names that the source lacks and that stay fresh: the norms of Swin's outputs, the offsets of
-        deformable convolutions.
+        Names that the source lacks and that keep their initial values: the norms of Swin's outputs,
+        the offsets of deformable convolutions.
 
     Raises:
-        InputError: the source cannot be read, or is of another backbone.
+        InputError: the source cannot be read, or belongs to another backbone.
     """
     state = backbone_weights(backbone, _read(source))
     own = backbone.state_dict()
     reshaped = [name for name in state if name in own and state[name].shape != own[name].shape]
-    fresh = [
+    missing = [
         name
         for name, value in own.items()
         if name not in state and not name.endswith("num_batches_tracked")
     ]
-    wrong = [name for name in fresh if not name.startswith("norms.") and "conv_offset" not in name]
+    wrong = [
+        name for name in missing if not name.startswith("norms.") and "conv_offset" not in name
+    ]
     if reshaped or wrong:
         raise InputError(
-            f"pretrained={source} is of another backbone: it lacks {len(wrong)} of "
-            f"{len(own)} weights and has {len(reshaped)} of another shape, such as "
-            f"{(wrong + reshaped)[0]}; give weights of the same depth and width"
+            f"pretrained={source} is of another backbone: {len(wrong)} of {len(own)} weights are "
+            f"missing and {len(reshaped)} of another shape, such as {(wrong + reshaped)[0]}; give "
+            "weights of the same depth and width"
         )
     backbone.load_state_dict({name: state[name] for name in own if name in state}, strict=False)
-    return fresh
+    return missing
 
 
 def _read(source: str) -> dict[str, Tensor]:
@@ -106,7 +109,7 @@ def _(backbone: Swin, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prefix(state: Mapping[str, Tensor], name: str) -> str:
-    """What stands in front of a name that ends so."""
+    """The prefix of a name in the state dict."""
     found = [other[: -len(name)] for other in state if other.endswith(name)]
     return min(found, key=len, default="")
 
@@ -133,8 +136,8 @@ def _timm_name(name: str, first_merging: int) -> str:
 
 
 def _reorder(name: str, value: Tensor) -> Tensor:
-    """Patch merging lists its 2x2 tokens column by column, each with all its channels, where ours
-    lists for each channel the tokens row by row."""
+    """Reorder patch merging's inputs: theirs are 2x2 tokens by column, then row, then channel, ours
+    by channel, then row, then column."""
     merges = re.search(r"(features\.[246]|downsample)\.(norm|reduction)\.", name)
     if merges is None:
         return value

@@ -1,4 +1,4 @@
-"""Files of weights, ours and others'."""
+"""Reads state dicts from checkpoint and weight files, without executing code."""
 
 import pickle
 import re
@@ -14,14 +14,14 @@ from bev_lightning.errors import InputError
 
 
 def read_state(checkpoint: str | Path) -> dict[str, Tensor]:
-    """The state dict of a file of weights, on the CPU. Executes nothing that the file holds.
+    """The state dict of a file, on the CPU.
 
     Args:
         checkpoint: a checkpoint of a run, a published one (a state dict, or one under
             ``state_dict`` or ``model``), or a .safetensors file.
 
     Raises:
-        InputError: there is no such file, it holds no weights, or it holds code.
+        InputError: the file is missing, holds no weights, or holds objects that need code.
     """
     try:
         if Path(checkpoint).suffix == ".safetensors":
@@ -46,14 +46,14 @@ def read_state(checkpoint: str | Path) -> dict[str, Tensor]:
         KeyError,
         TypeError,
     ) as error:
-        # What the unpickler says of a file that is none would help nobody.
+        # The unpickler's message about other files is of no help.
         plain = isinstance(error, (RuntimeError, SafetensorError))
         reason = f" ({str(error).splitlines()[0]})" if plain and str(error) else ""
         if "GLOBAL " in str(error):
             raise InputError(_explain_code(checkpoint, str(error))) from None
         raise InputError(
-            f"{checkpoint} is no checkpoint that can be read{reason}; give a .ckpt, .pth or "
-            ".safetensors file of weights"
+            f"{checkpoint} is no readable checkpoint{reason}; give a .ckpt, .pth or .safetensors "
+            "file of weights"
         ) from None
     if not state:
         raise InputError(f"{checkpoint} holds no weights; give a file that does")

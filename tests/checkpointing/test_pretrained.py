@@ -98,7 +98,9 @@ def test_deformable_offsets_stay_fresh(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     torch.save(ResNet(18, 8).state_dict(), tmp_path / "thin.pth")
-    with pytest.raises(InputError, match="another backbone: it lacks 0 of .* of another shape"):
+    with pytest.raises(
+        InputError, match="another backbone: 0 of .* are missing and .* of another shape"
+    ):
         load_backbone(ResNet(18, 16), str(tmp_path / "thin.pth"))
     with pytest.raises(InputError, match="neither a file nor one of torchvision's weights"):
         load_backbone(ResNet(18, 8), "ResNet19_Weights.IMAGENET1K_V1")
@@ -106,5 +108,5 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_backbone(torch.nn.Linear(1, 1), str(tmp_path / "thin.pth"))
     for name in ("cut.safetensors", "cut.pth"):
         (tmp_path / name).write_text("hello")
-        with pytest.raises(InputError, match=f"{name} is no checkpoint that can be read"):
+        with pytest.raises(InputError, match=f"{name} is no readable checkpoint"):
             load_backbone(ResNet(18, 8), str(tmp_path / name))

@@ -223,7 +223,12 @@ def test_borders_stay_float32(
     common = {"softmax"}
     expected = {
         "bevfusion": {"rays", "cells", "depth map", "loss of the centre head"},
-        "bevformer": {"project in the encoder", "rotation of the previous map", "boxes", "matching"},
+        "bevformer": {
+            "project in the encoder",
+            "rotation of the previous map",
+            "boxes",
+            "matching",
+        },
         "learned": {
             "project in the encoder",
             "boxes",

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bev_lightning.checkpointing.official import convert_module
-from bev_lightning.losses.detection import TransFusionLoss
 from bev_lightning.losses.heatmap import gaussian_heatmap
 from bev_lightning.losses.iou import pairwise_iou
 from bev_lightning.losses.matching import TransFusionMatcher, distance_cost, focal_cost
