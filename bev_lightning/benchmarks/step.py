@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from bev_lightning.benchmarks.random_batches import make_batch
 from bev_lightning.benchmarks.report import Row, with_ratios
@@ -20,6 +19,7 @@ from bev_lightning.benchmarks.step_parts import measure_matching, measure_parts
 from bev_lightning.benchmarks.step_timer import StepTimer
 from bev_lightning.benchmarks.timing import MATMUL_SIZE, measure_matmul
 from bev_lightning.errors import InputError
+from bev_lightning.hardware.flops import FlopCounter
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.runtime.build import build_data, build_module, build_trainer, prepare_execution
 from bev_lightning.structures import Batch
@@ -128,12 +128,12 @@ def measure_step(
 def count_flops(module: DetectionModule, batch: Batch) -> float:
     """FLOPs of convolutions, matrix products and attentions of a forward and backward pass."""
     module.train()
-    counter = FlopCounterMode(display=False)
+    counter = FlopCounter()
     with torch.compiler.set_stance("force_eager"), counter:
         terms: dict[str, Tensor] = module.loss(module(batch), batch.targets)  # type: ignore[arg-type]
         torch.stack(list(terms.values())).sum().backward()
     module.zero_grad()
-    return float(counter.get_total_flops())
+    return counter.total
 
 
 def _lean(cfg: DictConfig) -> DictConfig:

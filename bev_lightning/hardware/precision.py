@@ -9,9 +9,8 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
-from bev_lightning.private_apis import TorchDispatchMode
+from bev_lightning.hardware.flops import FlopCounter
 
 # FP8 matrix products need both sides of a weight to be a multiple of it.
 FP8_MULTIPLE = 16
@@ -162,9 +161,9 @@ class Float8(MixedPrecision):
             if self.flop_share is not None:
                 yield
                 return
-            with _FlopCounter(self._converted) as counter:
+            with _Float8FlopCounter(self._converted) as counter:
                 yield
-            self.flop_share = counter.fp8 / max(1.0, counter.all)
+            self.flop_share = counter.fp8 / max(1.0, counter.total)
 
     def describe(self) -> str:
         """The FP8 coverage in one line."""
@@ -189,32 +188,19 @@ def _make_contiguous(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (inputs[0].contiguous(),)
 
 
-class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts FLOPs, in total and in the converted layers.
-
-    Covers all operators with a formula in torch's registry. torch's FlopCounterMode also tracks
-    modules and fails on modules called without gradient.
+class _Float8FlopCounter(FlopCounter):
+    """Counts FLOPs in total and in the converted layers.
 
     Attributes:
-        all: FLOPs of all operators.
         fp8: FLOPs of the ``converted`` layers.
     """
 
     def __init__(self, converted: list[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.all = self.fp8 = 0.0
+        super().__init__()
+        self.fp8 = 0.0
         self._before = 0.0
         self._hooks = [layer.register_forward_pre_hook(self._enter) for layer in converted]
         self._hooks += [layer.register_forward_hook(self._leave) for layer in converted]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None:
-            self.all += formula(*args, **(kwargs or {}), out_val=result)
-        return result
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -222,9 +208,9 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def _enter(self, layer: nn.Module, inputs: Any) -> None:
-        self._before = self.all
+        self._before = self.total
 
     def _leave(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
         # Count the layer as one product, whatever operators the 8-bit product consists of.
         own = 2.0 * output.numel() * inputs[0].shape[-1]
-        self.all, self.fp8 = self._before + own, self.fp8 + own
+        self.total, self.fp8 = self._before + own, self.fp8 + own
