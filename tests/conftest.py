@@ -51,7 +51,7 @@ def _folder(variable: str, content: str) -> Path:
 
 
 RANGE = [-12.8, -12.8, -5.0, 12.8, 12.8, 3.0]
-WORDS = {
+OVERRIDES = {
     "bevfusion": [
         "model=bevfusion_toy",
         "model.inputs.camera.size=[32,64]",
@@ -77,18 +77,18 @@ WORDS = {
         "model.network.perspective.channels=16",
     ],
 }
-WORDS["learned"] = [
-    *WORDS["bevformer"],
+OVERRIDES["learned"] = [
+    *OVERRIDES["bevformer"],
     "model.network.head={heatmap_start:false,num_denoising:0}",
 ]
 
 
 @pytest.fixture
 def make_module() -> Callable[..., DetectionModule]:
-    """``make_module(name, *words)``: a model with weights that depend on nothing but its name."""
+    """``make_module(name, *overrides)``: a model with weights that depend on nothing but its name."""
 
-    def make(name: str, *words: str, **arguments: Any) -> DetectionModule:
-        cfg = load_config("train", [*WORDS[name], *words])
+    def make(name: str, *overrides: str, **arguments: Any) -> DetectionModule:
+        cfg = load_config("train", [*OVERRIDES[name], *overrides])
         node = OmegaConf.to_container(cfg.model, resolve=True)
         assert isinstance(node, dict)
         node["evaluator"] = None

@@ -190,19 +190,19 @@ def write_tree(
             metres = 10.0 * (time - start) * 1e-6
             ahead = np.array([math.cos(YAW), math.sin(YAW), 0.0])
             origin = np.array([600.0, 1600.0, 0.0])
-            places = (
+            positions = (
                 origin + (metres + 12) * ahead + (0, 0, 0.8),
                 origin + (5, 9, 0.9),
                 origin + (8, -6, 0.5),
             )
-            for i, place in enumerate((*places, origin + (20, 0, 0.3))):
+            for i, position in enumerate((*positions, origin + (20, 0, 0.3))):
                 record = {
                     "token": f"{token}_ann{i}",
                     "sample_token": token,
                     "instance_token": f"{scene}_{i}",
                     "visibility_token": "4",
                     "attribute_tokens": ["moving"] if i == 0 else [],
-                    "translation": [float(v) for v in place],
+                    "translation": [float(v) for v in position],
                     "size": [1.9, 4.5, 1.6],
                     "rotation": quaternion((0, 0, 1), YAW if i == 0 else 1.0),
                     "prev": "",
