@@ -85,7 +85,7 @@ OVERRIDES["learned"] = [
 
 @pytest.fixture
 def make_module() -> Callable[..., DetectionModule]:
-    """``make_module(name, *overrides)``: a model with weights that depend on nothing but its name."""
+    """``make_module(name, *overrides)``: a model, its weights a function of its name."""
 
     def make(name: str, *overrides: str, **arguments: Any) -> DetectionModule:
         cfg = load_config("train", [*OVERRIDES[name], *overrides])
