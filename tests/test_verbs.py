@@ -30,7 +30,7 @@ def trained(folder: Path, training: subprocess.CompletedProcess) -> Path:
 # What a run may print: the plan, progress, scores, this package's own warnings and the results.
 ALLOWED = [
     r"\d+ samples per optimizer step = .*; learning rate .*",
-    r"(making|drawing|reading|writing|train|validate|predict|cutting)[\w ]*: .*",
+    r"(synthetic data|making|drawing|reading|writing|train|validate|predict|cutting)[\w ]*: .*",
     r"(\w+ [\d.-]+ +)+\w+ [\d.-]+",
     r"class +AP +ATE .*",
     r"[a-z_]+( +[\d.-]+)+",
