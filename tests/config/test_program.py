@@ -120,7 +120,7 @@ def test_a_run_leaves_its_configuration(
     ]
     assert seen[0].paths.run == str(run_dir)
     assert OmegaConf.load(run_dir / "resolved.yaml") == seen[0]
-    assert OmegaConf.load(run_dir / "config.yaml").hardware.devices == "auto"
+    assert OmegaConf.load(run_dir / "config.yaml").loader.num_workers == "auto"
     run = json.loads((run_dir / "run.json").read_text())
     assert run["overrides"] == ["hardware=cpu", "precision='32'", "seed=5"]
     assert run["machine"]["num_cpus"] >= 1
