@@ -54,7 +54,9 @@ def describe(group: str, level: str) -> list[str]:
     files = sorted((CONF / group).glob("*.yaml"), key=lambda path: (path.stem[0] == "_", path.stem))
     choices = [path for path in files if path.stem[0] != "_"]
     lines = [f"| `{group}=` | |", "|---|---|"]
-    lines += [f"| `{path.stem}` | {summary(path.read_text()).replace('|', '/')} |" for path in choices]
+    lines += [
+        f"| `{path.stem}` | {summary(path.read_text()).replace('|', '/')} |" for path in choices
+    ]
     for path in files:
         lines += ["", f"{level} {path.stem}", "", f"`conf/{group}/{path.name}`", "", "```yaml"]
         lines += [path.read_text().rstrip(), "```"]

@@ -36,28 +36,25 @@ def figure(width, height):
 
 
 def save(drawing, name):
-    for kind in ("svg", "png"):
-        folder = FOLDER if kind == "svg" else Path("/tmp")
-        drawing.savefig(folder / f"{name}.{kind}", metadata={"Date": None} if kind == "svg" else None)
+    drawing.savefig(FOLDER / f"{name}.svg", metadata={"Date": None})
     plt.close(drawing)
 
 
 def data_flow():
     drawing, axes = figure(11, 1.6)
     parts = [
-        ("nuScenes", "tables, JPEG, lidar, radar", DATA),
-        ("Index", "one Arrow file, memory-mapped", DATA),
-        ("Loader", "decode, undistort, augment", DATA),
-        ("Batch", "typed tensors, (B, ...)", DATA),
-        ("Network", "BEV features (B, C, Y, X)", MODEL),
-        ("Boxes", "losses or decoded boxes", MODEL),
-        ("Results", "submission, score, pictures", OUT),
+        ("nuScenes", "tables, JPEG,\nlidar, radar", DATA),
+        ("Index", "one Arrow file,\nmemory-mapped", DATA),
+        ("Loader", "decode, undistort,\naugment", DATA),
+        ("Batch", "typed tensors\n(B, ...)", DATA),
+        ("Network", "BEV features\n(B, C, Y, X)", MODEL),
+        ("Boxes", "losses, or\ndecoded boxes", MODEL),
+        ("Results", "submission,\nscore, pictures", OUT),
     ]
     width, gap = 1.36, 0.2
     for i, (title, text, colour) in enumerate(parts):
         x = 0.12 + i * (width + gap)
-        first, _, second = text.partition(", ")
-        box(axes, x, 0.3, width, title, f"{first},\n{second}" if second else text.replace(" (", "\n("), colour)
+        box(axes, x, 0.3, width, title, text, colour)
         if i:
             arrow(axes, (x - gap, 0.8), (x, 0.8))
     save(drawing, "data_flow")
@@ -68,10 +65,26 @@ def architecture():
     layers = [
         ("train  evaluate  predict  prepare  plan  bench  convert", "commands", OUT),
         ("runtime", "builds data, module and trainer; Python API; memory forecast", OUT),
-        ("config  |  parallel", "compose, check, resolve  |  fsdp, deepspeed, pipeline, hybrid", OUT),
-        ("modules  |  checkpointing", "the training step, optimizer, TTA  |  weights, published formats", MODEL),
-        ("data  |  models  |  losses  |  metrics  |  callbacks", "what a training is made of", MODEL),
-        ("hardware  |  structures  |  ops", "machine, precision  |  Batch, Boxes3D  |  CPU and GPU kernels", DATA),
+        (
+            "config  |  parallel",
+            "compose, check, resolve  |  fsdp, deepspeed, pipeline, hybrid",
+            OUT,
+        ),
+        (
+            "modules  |  checkpointing",
+            "the training step, optimizer, TTA  |  weights, published formats",
+            MODEL,
+        ),
+        (
+            "data  |  models  |  losses  |  metrics  |  callbacks",
+            "what a training is made of",
+            MODEL,
+        ),
+        (
+            "hardware  |  structures  |  ops",
+            "machine, precision  |  Batch, Boxes3D  |  CPU and GPU kernels",
+            DATA,
+        ),
     ]
     for i, (title, text, colour) in enumerate(layers):
         y = 5.0 - i * 0.95
