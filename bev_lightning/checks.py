@@ -47,6 +47,9 @@ NUMBERS: dict[str, Number] = {
     "loader.prefetch": Number(int, 1),
     "loader.image_queue": Number(int, 1),
     "loader.cloud_queue": Number(int, 1),
+    "callbacks.steps.every_n_train_steps": Number(int, 1),
+    "callbacks.steps.keep_last": Number(int, 1),
+    "callbacks.steps.keep_every_n_train_steps": Number(int, 1, nullable=True),
     "cluster.rendezvous_s": Number(float, 1),
     "cluster.collective_s": Number(float, 1),
 }

@@ -3,14 +3,11 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from types import TracebackType
 from typing import TypeVar
 
 from tqdm import tqdm
 
 _Item = TypeVar("_Item")
-_TERMINAL_INTERVAL_S = 0.5
-_FILE_INTERVAL_S = 60.0
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
@@ -49,7 +46,7 @@ class Progress:
         self._file = sys.stderr
         self._on_terminal = self._file.isatty()
         if interval_s is None:
-            interval_s = _TERMINAL_INTERVAL_S if self._on_terminal else _FILE_INTERVAL_S
+            interval_s = 0.5 if self._on_terminal else 60.0
         self._interval_s = interval_s
         self._began = time.monotonic()
         self._next = self._began + delay_s
@@ -85,12 +82,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _show(self, ends: bool) -> None:
@@ -137,7 +129,7 @@ def track(
     name: str,
     total: int | None = None,
     unit: str = "step",
-    delay_s: float = 1.0,
+    delay_s: float = 1,
 ) -> Iterator[_Item]:
     """The items, with a :class:`Progress` over them."""
     if total is None and isinstance(items, Sized):

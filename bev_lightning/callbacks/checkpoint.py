@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from bev_lightning.callbacks.stop_signals import Stopped, StopRequest
+from bev_lightning.checks import check_number
 from bev_lightning.errors import InputError
 from bev_lightning.private_apis import epoch_is_done, validation_is_due
 
@@ -84,16 +85,9 @@ class StepCheckpoint(Checkpoint):
         keep_every_n_train_steps: int | None = None,
         stop_signals: tuple[str, ...] = (),
     ) -> None:
-        for name, value in (
-            ("every_n_train_steps", every_n_train_steps),
-            ("keep_last", keep_last),
-            ("keep_every_n_train_steps", keep_every_n_train_steps or 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(
-                    f"callbacks.steps.{name}={value} must be a whole number of at least 1; set "
-                    f"callbacks.steps.{name}=1 or more"
-                )
+        check_number("callbacks.steps.every_n_train_steps", every_n_train_steps)
+        check_number("callbacks.steps.keep_last", keep_last)
+        check_number("callbacks.steps.keep_every_n_train_steps", keep_every_n_train_steps)
         self.dirpath = Path(dirpath)
         self.every_n_train_steps = every_n_train_steps
         self.keep_last = keep_last
@@ -108,7 +102,13 @@ class StepCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._seen, self._saved, self._due = trainer.global_step, -1, False
-        self._check_same_start(trainer)
+        first = trainer.strategy.broadcast(trainer.global_step, src=0)
+        if first != trainer.global_step:  # machines without shared storage found other checkpoints
+            raise InputError(
+                f"process {trainer.global_rank} resumes from optimizer step {trainer.global_step} "
+                f"and process 0 from {first}; put paths.output into a folder that all machines "
+                "share, or give resume=FILE"
+            )
         if trainer.is_global_zero:
             for leftover in self.dirpath.glob(".*.ckpt*"):  # of a process that was killed
                 leftover.unlink()
@@ -116,21 +116,12 @@ class StepCheckpoint(Checkpoint):
         self.last = last if last.exists() else None
         self._request.listen(trainer.world_size)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
         self._publish(trainer)
         if self._signal:
             raise Stopped(self._signal)
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         step = trainer.global_step
         if step == self._seen:
             return  # gradients are still being accumulated
@@ -157,9 +148,7 @@ class StepCheckpoint(Checkpoint):
         self._publish(trainer)
         self._request.ignore()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *args: Any) -> None:
         self._request.ignore()
 
     def _is_permanent(self, step: int) -> bool:
@@ -194,19 +183,6 @@ class StepCheckpoint(Checkpoint):
         for path in list_steps(self.dirpath, self._saved)[: -self.keep_last]:
             if not self._is_permanent(step_of(path)):
                 path.unlink()
-
-    def _check_same_start(self, trainer: L.Trainer) -> None:
-        """Check that all processes resume from the same step.
-
-        Machines without shared storage may have found different checkpoints.
-        """
-        first = trainer.strategy.broadcast(trainer.global_step, src=0)
-        if first != trainer.global_step:
-            raise InputError(
-                f"process {trainer.global_rank} resumes from optimizer step {trainer.global_step} "
-                f"and process 0 from {first}; put paths.output into a folder that all machines "
-                "share, or give resume=FILE"
-            )
 
 
 def step_of(path: Path) -> int:

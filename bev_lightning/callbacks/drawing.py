@@ -61,26 +61,22 @@ def project_lines(
     """
     matrix = image_from_lidar.double().numpy()
     points = vertices.double().numpy() @ matrix[:3, :3].T + matrix[:3, 3]
-    start = points[:, _EDGES[:, 0]].reshape(-1, 3)
-    end = points[:, _EDGES[:, 1]].reshape(-1, 3)
+    start, end = (points[:, _EDGES[:, side]].reshape(-1, 3) for side in (0, 1))
     owner = np.repeat(np.arange(len(points)), len(_EDGES))
     # Each condition cuts the line at start + t (end - start) to the side where it is positive. In
     # the image frame (u d, v d, d) the image's borders are planes through the camera's centre as
     # well.
     height, width = size
-    planes = np.array(
-        [
-            (0.0, 0.0, 1.0, -_NEAR_M),
-            (1.0, 0.0, 0.5, 0.0),
-            (-1.0, 0.0, width - 0.5, 0.0),
-            (0.0, 1.0, 0.5, 0.0),
-            (0.0, -1.0, height - 0.5, 0.0),
-        ]
+    planes = (
+        ((0.0, 0.0, 1.0), -_NEAR_M),
+        ((1.0, 0.0, 0.5), 0.0),
+        ((-1.0, 0.0, width - 0.5), 0.0),
+        ((0.0, 1.0, 0.5), 0.0),
+        ((0.0, -1.0, height - 0.5), 0.0),
     )
     first, last = np.zeros(len(start)), np.ones(len(start))
-    for plane in planes:
-        at_start = start @ plane[:3] + plane[3]
-        at_end = end @ plane[:3] + plane[3]
+    for normal, offset in planes:
+        at_start, at_end = start @ normal + offset, end @ normal + offset
         with np.errstate(divide="ignore", invalid="ignore"):
             crossing = at_start / (at_start - at_end)
         first = np.where((at_start < 0) & (at_end >= 0), np.maximum(first, crossing), first)
@@ -93,9 +89,8 @@ def project_lines(
 
 def draw_lines(image: np.ndarray, lines: np.ndarray, colour: Colour, thickness: int = 1) -> None:
     """Draw anti-aliased lines ``(L, 2, 2)`` [pixels] into the image, which is changed."""
-    for line in np.round(lines * 2**_SHIFT).astype(np.int64):
-        start, end = (tuple(int(value) for value in point) for point in line)
-        cv2.line(image, start, end, colour, thickness, cv2.LINE_AA, _SHIFT)
+    ends = np.round(lines * 2**_SHIFT).astype(np.int32)
+    cv2.polylines(image, list(ends), False, colour, thickness, cv2.LINE_AA, _SHIFT)
 
 
 @lru_cache
@@ -164,37 +159,25 @@ class TopView:
             lettering: gets the numbers.
             origin: u, v of this view's top left corner in the whole picture.
         """
-        middle = self.pixels / 2 - 0.5
+        left, top = origin
+        middle, base = self.pixels / 2 - 0.5, self.pixels - 1.0
         centre = (round(middle * 2**_SHIFT),) * 2
         for ring in range(step_m, math.floor(self.radius_m) + 1, step_m):
             radius = round(ring * self.scale * 2**_SHIFT)
             cv2.circle(self.image, centre, radius, GRID, 1, cv2.LINE_AA, _SHIFT)
-        for sign in (-1, 1):
-            for metres in range(0, math.floor(self.radius_m) + 1, 2 * step_m):
-                offset = sign * metres * self.scale
-                for horizontal in (True, False):
-                    if metres == 0 and sign < 0:
-                        continue
-                    along, base = middle + offset * (1 if horizontal else -1), self.pixels - 1.0
-                    tick = (
-                        [[along, base], [along, base - 6]]
-                        if horizontal
-                        else [[0.0, along], [6.0, along]]
-                    )
-                    draw_lines(self.image, np.array([tick]), MUTED)
-                    u, v = (along, base - 9) if horizontal else (9.0, along)
-                    at = (origin[0] + u, origin[1] + v)
-                    anchor = "ms" if horizontal else "lm"
-                    lettering.add(at, f"{sign * metres}", MUTED, 12, anchor)
+        num_ticks = math.floor(self.radius_m) // (2 * step_m)
+        for metres in (2 * step_m * number for number in range(-num_ticks, num_ticks + 1)):
+            u, v = middle + metres * self.scale, middle - metres * self.scale
+            ticks = [[[u, base], [u, base - 6]], [[0.0, v], [6.0, v]]]
+            draw_lines(self.image, np.array(ticks), MUTED)
+            lettering.add((left + u, top + base - 9), str(metres), MUTED, 12, "ms")
+            lettering.add((left + 9.0, top + v), str(metres), MUTED, 12, "lm")
         car = np.array([[0.0, 9.0], [6.0, -7.0], [0.0, -3.0], [-6.0, -7.0]]) * (1, -1) + middle
         polygon = np.round(car * 2**_SHIFT).astype(np.int32)
         cv2.fillPoly(self.image, [polygon], TEXT, cv2.LINE_AA, _SHIFT)
-        names = (
-            ((self.pixels - 8, self.pixels - 28), "to the right [m]", "rs"),
-            ((8, 8), "forward [m]", "la"),
-        )
-        for (u, v), text, anchor in names:
-            lettering.add((origin[0] + u, origin[1] + v), text, MUTED, 12, anchor)
+        corner = (left + self.pixels - 8, top + self.pixels - 28)
+        lettering.add(corner, "to the right [m]", MUTED, 12, "rs")
+        lettering.add((left + 8, top + 8), "forward [m]", MUTED, 12)
 
     def draw_points(self, points: np.ndarray) -> None:
         """Points ``(P, >= 3)`` [m]: the higher, the brighter."""

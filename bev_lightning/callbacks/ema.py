@@ -53,12 +53,7 @@ class EMA(L.Callback):
         self.average = {name: value.to(device) for name, value in self.average.items()}
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
     ) -> None:
         if trainer.global_step <= self.num_steps:
             return  # gradients are still being accumulated
@@ -86,9 +81,7 @@ class EMA(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._restore_trained(pl_module)
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         self._restore_trained(pl_module)
 
     def on_save_checkpoint(

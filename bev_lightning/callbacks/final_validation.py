@@ -11,15 +11,7 @@ class FinalValidation(L.Callback):
     It happens inside the fit, so that ModelCheckpoint compares it like any other validation.
     """
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        max_epochs = trainer.max_epochs
-        last_epoch = max_epochs not in (None, -1) and trainer.current_epoch + 1 == max_epochs
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
         if trainer.global_step == trainer.max_steps or (trainer.is_last_batch and last_epoch):
             trainer.should_stop = True  # Lightning validates before it stops early

@@ -28,38 +28,28 @@ class FiniteLoss(L.Callback):
         self._arrived: torch.cuda.Event | None = None
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         self.sample_tokens, self.validates = batch.sample_tokens, False
 
     def on_validation_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, *args: Any
     ) -> None:
         self.sample_tokens, self.validates = batch.sample_tokens, True
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._check()
         terms: dict[str, Tensor] = outputs["terms"]
         finite = torch.isfinite(torch.stack([value.float() for value in terms.values()]))
         flags = finite.to("cpu", non_blocking=True)
         self._pending = (batch_idx, outputs["sample_tokens"], tuple(terms), flags)
-        if not finite.is_cuda:
+        if finite.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        else:
             self._check()
-            return
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._check()

@@ -1,6 +1,7 @@
 """Draws predictions and annotations of some validation samples."""
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from bev_lightning.callbacks.drawing import (
     draw_lines,
     project_lines,
 )
-from bev_lightning.structures import Batch, Boxes3D, CameraInput, Cameras, Inputs
+from bev_lightning.structures import Batch, Boxes3D, CameraInput, Cameras
 
 CELL_WIDTH = 480
 """Width of one camera's image in the picture [pixels]."""
@@ -69,7 +70,7 @@ class PredictionPictures(L.Callback):
     def on_validation_batch_end(
         self,
         trainer: L.Trainer,
-        pl_module: L.LightningModule,
+        pl_module: Any,
         outputs: Any,
         batch: Batch,
         batch_idx: int,
@@ -77,18 +78,11 @@ class PredictionPictures(L.Callback):
     ) -> None:
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        for number, b in self._chosen(
-            trainer.num_val_batches[dataloader_idx], batch_idx, batch.size
-        ):
-            inputs: Inputs = pl_module.inputs  # type: ignore[assignment]
+        num_batches = trainer.num_val_batches[dataloader_idx]
+        boxes, camera = outputs["boxes"], pl_module.inputs.camera
+        for number, b in self._chosen(num_batches, batch_idx, batch.size):
             picture = draw_sample(
-                batch,
-                b,
-                outputs["boxes"],
-                self.classes,
-                inputs.camera,
-                self.min_score,
-                self.radius_m,
+                batch, b, boxes, self.classes, camera, self.min_score, self.radius_m
             )
             folder = self.folder or Path(trainer.default_root_dir) / "pictures"
             folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +100,7 @@ class PredictionPictures(L.Callback):
             batches = [i // size for i in range(self.num_samples)]
         else:
             batches = [i * int(num_batches) // self.num_samples for i in range(self.num_samples)]
-        numbers = [number for number, one in enumerate(batches) if one == batch_idx]
+        numbers = [number for number, index in enumerate(batches) if index == batch_idx]
         return list(zip(numbers, range(size), strict=False))
 
 
@@ -148,23 +142,13 @@ def draw_sample(
 
     view = TopView(TOP_VIEW, radius_m, lidar_from_ego)
     if batch.points is not None:
-        view.draw_points(
-            batch.points.features[b, : int(batch.points.count[b])].float().cpu().numpy()
-        )
+        points = batch.points.features[b, : int(batch.points.count[b])]
+        view.draw_points(points.float().cpu().numpy())
     view.draw_rings(lettering, (0, top))
     view.draw_boxes(truth, TRUTH, 2)
     view.draw_boxes(found, PREDICTION, 1)
-    table = np.full((TOP_VIEW, WIDTH - TOP_VIEW - GAP, 3), PANEL, np.uint8)
-    _write_table(
-        table,
-        (TOP_VIEW + GAP, top),
-        batch.sample_tokens[b],
-        truth,
-        found,
-        classes,
-        min_score,
-        lettering,
-    )
+    origin, token = (TOP_VIEW + GAP, top), batch.sample_tokens[b]
+    table = _draw_table(origin, token, truth, found, classes, min_score, lettering)
     gap = np.full((TOP_VIEW, GAP, 3), BACKGROUND, np.uint8)
     rows.append(np.concatenate([view.image, gap, table], axis=1))
     return lettering.write(np.concatenate(rows))
@@ -200,9 +184,8 @@ def _draw_cameras(
     cell = (round(height * scale), CELL_WIDTH)
     # The third row of image_from_lidar is the optical axis; depth grows along it.
     axes = cameras.image_from_lidar[:, 2, :3].double() @ lidar_from_ego[:3, :3]
-    azimuth = (
-        torch.atan2(axes[:, 1], axes[:, 0]).rad2deg().tolist()
-    )  # counter-clockwise from forward
+    # Counter-clockwise from forward.
+    azimuth = torch.atan2(axes[:, 1], axes[:, 0]).rad2deg().tolist()
     ahead = sorted((i for i in range(num) if abs(azimuth[i]) <= 90), key=lambda i: -azimuth[i])
     behind = sorted((i for i in range(num) if abs(azimuth[i]) > 90), key=lambda i: azimuth[i] % 360)
     grid = [row[i : i + 3] for row in (ahead, behind) for i in range(0, len(row), 3)]
@@ -211,19 +194,18 @@ def _draw_cameras(
     enlarge = torch.eye(4, dtype=torch.float64)
     enlarge[0, 0] = enlarge[1, 1] = scale
     enlarge[0, 2] = enlarge[1, 2] = 0.5 * scale - 0.5
-    sizes = {"truth": box_vertices(truth), "found": box_vertices(found)}
+    drawn = ((box_vertices(truth), TRUTH), (box_vertices(found), PREDICTION))
+    interpolation = cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC
     for row, members in enumerate(grid):
         for column, i in enumerate(members):
             image = denormalise(cameras.images[i], camera.mean, camera.std)
-            interpolation = cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC
             image = cv2.resize(image, cell[::-1], interpolation=interpolation)
             matrix = enlarge @ cameras.image_from_lidar[i].double()
             v, u = row * (cell[0] + GAP), column * (CELL_WIDTH + GAP)
-            for kind, colour in (("truth", TRUTH), ("found", PREDICTION)):
-                lines, owner = project_lines(sizes[kind], matrix, cell)
+            for vertices, colour in drawn:
+                lines, owner = project_lines(vertices, matrix, cell)
                 draw_lines(image, lines, colour)
-                if kind == "found":
-                    _label_boxes(lines, owner, found, classes, (u, v), lettering)
+            _label_boxes(lines, owner, found, classes, (u, v), lettering)
             mosaic[v : v + cell[0], u : u + CELL_WIDTH] = image
             lettering.add((u + 8, v + 7), _direction(azimuth[i]), TEXT, 13, "la", boxed=True)
     return mosaic
@@ -252,13 +234,10 @@ def _label_boxes(
         text = f"{classes[int(boxes.label[box])].replace('_', ' ')}{score}"
         width = 6.0 * len(text)
         left, top = min(left, CELL_WIDTH - width), max(top - 13.0, 2.0)
-        area = (left, top, left + width, top + 12.0)
-        if any(
-            area[0] < other[2] and other[0] < area[2] and area[1] < other[3] and other[1] < area[3]
-            for other in taken
-        ):
+        right, bottom = left + width, top + 12.0
+        if any(left < r and x < right and top < b and y < bottom for x, y, r, b in taken):
             continue
-        taken.append(area)
+        taken.append((left, top, right, bottom))
         lettering.add((origin[0] + left, origin[1] + top + 11.0), text, PREDICTION, 11, "ls")
 
 
@@ -290,12 +269,10 @@ def _direction(azimuth: float) -> str:
     )
     # Side cameras look at 55 and 110 degrees; equal sectors would call those at 110 "left".
     limits = (22.5, 85.0, 95.0, 157.5, 202.5, 265.0, 275.0, 337.5)
-    turned = azimuth % 360
-    return names[sum(turned >= limit for limit in limits) % 8]
+    return names[bisect(limits, azimuth % 360) % 8]
 
 
-def _write_table(
-    image: np.ndarray,
+def _draw_table(
     origin: tuple[int, int],
     token: str,
     truth: Boxes3D,
@@ -303,49 +280,41 @@ def _write_table(
     classes: Sequence[str],
     min_score: float,
     lettering: Lettering,
-) -> None:
-    """Legend and counts by class beside the bird's eye view; draws its lines into ``image``."""
+) -> np.ndarray:
+    """Legend and counts by class, beside the bird's eye view; texts go to ``lettering``."""
+    image = np.full((TOP_VIEW, WIDTH - TOP_VIEW - GAP, 3), PANEL, np.uint8)
     u, v = origin
     lettering.add((u + 24, v + 22), f"sample {token}", MUTED, 14)
     y = 70
-    legend = (
-        (TRUTH, 2, "annotation"),
-        (PREDICTION, 1, f"prediction, score at least {min_score:g}"),
-    )
-    for colour, thickness, text in legend:
+    predicted = f"prediction, score at least {min_score:g}"
+    for colour, thickness, text in ((TRUTH, 2, "annotation"), (PREDICTION, 1, predicted)):
         cv2.rectangle(image, (24, y - 7), (56, y + 7), colour, thickness, cv2.LINE_AA)
         cv2.line(image, (40, y), (56, y), colour, thickness, cv2.LINE_AA)
         lettering.add((u + 70, v + y), text, TEXT, 15, "lm")
         y += 30
-    lettering.add(
-        (u + 24, v + y), "line: heading      arrow: motion in one second", MUTED, 13, "lm"
-    )
+    lines = "line: heading      arrow: motion in one second"
+    lettering.add((u + 24, v + y), lines, MUTED, 13, "lm")
     y += 56
-    columns = (
-        (24, "lm", "class"),
-        (330, "rm", "annotated"),
-        (460, "rm", "predicted"),
-        (640, "rm", "found within 2 m"),
-    )
-    for x, anchor, text in columns:
-        lettering.add((u + x, v + y), text, MUTED, 14, anchor)
+    lettering.add((u + 24, v + y), "class", MUTED, 14, "lm")
+    columns = (330, 460, 640)
+    for x, text in zip(columns, ("annotated", "predicted", "found within 2 m"), strict=True):
+        lettering.add((u + x, v + y), text, MUTED, 14, "rm")
     y += 20
-    totals = [0, 0, 0]
+    totals = np.zeros(3, int)
     for label, name in enumerate(classes):
         own, guess = truth[truth.label == label], found[found.label == label]
         counts = (own.num, guess.num, count_found(own, guess))
-        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        totals += counts
         cv2.line(image, (24, y), (640, y), GRID, 1)
         y += 19
-        lettering.add(
-            (u + 24, v + y), name.replace("_", " "), TEXT if any(counts) else MUTED, 15, "lm"
-        )
-        colours = (TRUTH, PREDICTION, TEXT)
-        for (x, anchor, _), count, colour in zip(columns[1:], counts, colours, strict=True):
-            lettering.add((u + x, v + y), str(count), colour if count else GRID, 15, anchor)
+        shade = TEXT if any(counts) else MUTED
+        lettering.add((u + 24, v + y), name.replace("_", " "), shade, 15, "lm")
+        for x, count, colour in zip(columns, counts, (TRUTH, PREDICTION, TEXT), strict=True):
+            lettering.add((u + x, v + y), str(count), colour if count else GRID, 15, "rm")
         y += 19
     cv2.line(image, (24, y), (640, y), MUTED, 1)
     y += 22
     lettering.add((u + 24, v + y), "all", TEXT, 15, "lm")
-    for (x, anchor, _), count in zip(columns[1:], totals, strict=True):
-        lettering.add((u + x, v + y), str(count), TEXT, 15, anchor)
+    for x, count in zip(columns, totals, strict=True):
+        lettering.add((u + x, v + y), str(count), TEXT, 15, "rm")
+    return image

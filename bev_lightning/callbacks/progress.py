@@ -57,12 +57,7 @@ class ProgressBar(LightningProgressBar):
         )
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = time.perf_counter()
         if self._last_batch_end:
@@ -78,9 +73,8 @@ class ProgressBar(LightningProgressBar):
         self._close()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        batches = (
-            trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        )
+        sanity = trainer.sanity_checking
+        batches = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
         self._start_evaluation("validate", batches)
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
@@ -95,9 +89,7 @@ class ProgressBar(LightningProgressBar):
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start_evaluation("predict", trainer.num_predict_batches)
 
-    def on_predict_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._evaluation is not None:
-            self._evaluation.update()
+    on_predict_batch_end = on_validation_batch_end
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._end_evaluation()
@@ -114,15 +106,8 @@ class ProgressBar(LightningProgressBar):
     def _start(
         self, name: str, total: float, unit: str, initial: int = 0, leave: bool = False
     ) -> Progress:
-        return Progress(
-            name,
-            total,
-            unit,
-            initial,
-            leave=leave,
-            interval_s=self.interval_s,
-            enabled=self._enabled,
-        )
+        interval_s, enabled = self.interval_s, self._enabled
+        return Progress(name, total, unit, initial, 0.0, leave, interval_s, enabled)
 
     def _start_evaluation(self, name: str, batches: Any) -> None:
         if self._training is not None:

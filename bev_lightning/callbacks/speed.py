@@ -75,12 +75,7 @@ class SpeedMonitor(L.Callback):
             pl_module.log("train/grad_norm", norm, batch_size=1)
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now, cpu = time.perf_counter(), time.process_time()
         waited = getattr(trainer.train_dataloader, "seconds_waited", 0.0)
