@@ -2,8 +2,8 @@
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong: a file, a key, a value.
+    """Wrong input of the user: a file, a key, a value.
 
-    The message is one sentence that names it, says what was found and what to do; verbs print it
-    and exit with 2.
+    The message is one sentence with the input, the error and the fix; verbs print it and exit
+    with 2.
     """

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import TINY_LIDAR_MODEL
 
-WORDS = [
+OVERRIDES = [
     *TINY_LIDAR_MODEL,
     "~callbacks.pictures",
     "data=synthetic_mini",
@@ -65,7 +65,7 @@ def keep_store() -> tuple[int, int]:
     return keeper, port
 
 
-def start(words: list[str], folder: Path, world_size: int, port: int) -> list[int]:
+def start(overrides: list[str], folder: Path, world_size: int, port: int) -> list[int]:
     """Fork the processes of one start; their ids."""
     children = []
     for rank in range(world_size):
@@ -89,7 +89,7 @@ def start(words: list[str], folder: Path, world_size: int, port: int) -> list[in
                 "LOCAL_RANK": str(rank),
                 "GROUP_RANK": "0",
             }
-        sys.argv[1:] = words
+        sys.argv[1:] = overrides
         code = 1
         try:
             from bev_lightning.train import main
@@ -104,7 +104,7 @@ def start(words: list[str], folder: Path, world_size: int, port: int) -> list[in
     return children
 
 
-def drive(folder: Path, words: list[str], world_size: int, num_kills: int, port: int) -> dict:
+def drive(folder: Path, overrides: list[str], world_size: int, num_kills: int, port: int) -> dict:
     """Train in ``folder`` to the end; until then kill one process after the other: at a moment
     drawn from the time between two checkpoints, and each fourth while a checkpoint is written."""
     import lightning.pytorch.loggers
@@ -119,7 +119,7 @@ def drive(folder: Path, words: list[str], world_size: int, num_kills: int, port:
     checkpoints = folder / "run" / "checkpoints"
     pace_s = 1.0
     for starts in range(1, 3 * num_kills + 3):
-        trainers = start(words, folder, world_size, port)
+        trainers = start(overrides, folder, world_size, port)
         before, seen_at, deadline = newest(checkpoints), 0.0, math.inf
         ended: dict[int, int] = {}
         while len(ended) < world_size:
@@ -154,10 +154,10 @@ def newest(folder: Path) -> str:
     return max((path.name for path in folder.glob("step_*.ckpt")), default="")
 
 
-def train(folder: Path, words: list[str], world_size: int = 1, num_kills: int = 0) -> dict:
+def train(folder: Path, overrides: list[str], world_size: int = 1, num_kills: int = 0) -> dict:
     folder.mkdir(parents=True)
-    words = [*words, f"hydra.run.dir={folder}/run"]
-    request = json.dumps([str(folder), words, world_size, num_kills])
+    overrides = [*overrides, f"hydra.run.dir={folder}/run"]
+    request = json.dumps([str(folder), overrides, world_size, num_kills])
     done = subprocess.run(
         [sys.executable, __file__, request], capture_output=True, text=True, check=False
     )
@@ -185,19 +185,19 @@ def read_log(run: Path) -> dict[str, dict[int, float]]:
     return rows
 
 
-def assert_same(one: object, other: object, place: str = "") -> None:
+def assert_same(one: object, other: object, path: str = "") -> None:
     if isinstance(one, dict):
-        assert one.keys() == other.keys(), place
+        assert one.keys() == other.keys(), path
         for key in one:
-            assert_same(one[key], other[key], f"{place}/{key}")
+            assert_same(one[key], other[key], f"{path}/{key}")
     elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), place
+        assert len(one) == len(other), path
         for index, pair in enumerate(zip(one, other, strict=True)):
-            assert_same(*pair, f"{place}/{index}")
+            assert_same(*pair, f"{path}/{index}")
     elif torch.is_tensor(one):
-        assert one.dtype == other.dtype and torch.equal(one, other), place
+        assert one.dtype == other.dtype and torch.equal(one, other), path
     else:
-        assert one == other, (place, one, other)
+        assert one == other, (path, one, other)
 
 
 def assert_same_runs(whole: Path, killed: Path) -> None:
@@ -224,16 +224,16 @@ def assert_same_runs(whole: Path, killed: Path) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Words for the place of the data set, which is made once."""
-    place = tmp_path_factory.mktemp("data")
-    return [f"paths.data={place}", f"paths.cache={place}/cache"]
+    """Overrides with the folder of the data set, which is written once."""
+    folder = tmp_path_factory.mktemp("data")
+    return [f"paths.data={folder}", f"paths.cache={folder}/cache"]
 
 
 def test_a_killed_training_ends_where_an_undisturbed_one_ends(data, tmp_path: Path) -> None:
-    words = [*WORDS, *data, "trainer.max_steps=11"]
-    train(tmp_path / "whole", words)
-    told = train(tmp_path / "killed", words, num_kills=3)
-    assert len(told["kills"]) == 3 and told["starts"] == 4
+    overrides = [*OVERRIDES, *data, "trainer.max_steps=11"]
+    train(tmp_path / "whole", overrides)
+    report = train(tmp_path / "killed", overrides, num_kills=3)
+    assert len(report["kills"]) == 3 and report["starts"] == 4
     rows = read_log(tmp_path / "whole" / "run")
     assert list(rows["train/loss"]) == list(range(11)) and list(rows["val/NDS"]) == [3, 7, 11]
     assert_same_runs(tmp_path / "whole" / "run", tmp_path / "killed" / "run")
@@ -243,11 +243,11 @@ def test_a_killed_training_ends_where_an_undisturbed_one_ends(data, tmp_path: Pa
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_twenty_kills(data, tmp_path: Path, world_size: int) -> None:
     steps = [f"hardware.devices={world_size}", "trainer.max_steps=70"]
-    words = [*WORDS, *data, *steps]
-    train(tmp_path / "whole", words, world_size)
-    told = train(tmp_path / "killed", words, world_size, num_kills=20)
-    assert len(told["kills"]) == 20
-    print(told)
+    overrides = [*OVERRIDES, *data, *steps]
+    train(tmp_path / "whole", overrides, world_size)
+    report = train(tmp_path / "killed", overrides, world_size, num_kills=20)
+    assert len(report["kills"]) == 20
+    print(report)
     assert_same_runs(tmp_path / "whole" / "run", tmp_path / "killed" / "run")
 
 

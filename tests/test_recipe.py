@@ -31,13 +31,13 @@ def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None
         "trainer.sync_batchnorm=true",
     )
     trained = run_directory(folder, process)
-    # Every part that does nothing says so, once.
-    said = process.stdout + process.stderr
+    # Every part without effect warns, once.
+    printed = process.stdout + process.stderr
     for sentence in (
         "the ground-truth database has no car, truck",
         "trainer.sync_batchnorm is off",
     ):
-        assert said.count(sentence) == 1, sentence
+        assert printed.count(sentence) == 1, sentence
     assert len(list((folder / "cache").glob("*-ground-truth-mini_train-3sweeps.arrow"))) == 1
     best = trained / "checkpoints" / "best.ckpt"
     content = torch.load(best, weights_only=True)
@@ -46,18 +46,18 @@ def test_recipe_trains_and_its_checkpoint_scores_as_logged(folder: Path) -> None
     assert all(torch.equal(weights[name], as_trained[name]) for name in frozen)
     assert any(not torch.equal(weights[name], as_trained[name]) for name in weights)
 
-    words = f"ckpt={best}", "loader.num_workers=0", "hardware=cpu", "logger=none"
-    again = run_directory(folder, run_verb(folder, "evaluate", *words))
-    scores = [json.loads((place / "score.json").read_text()) for place in (trained, again)]
+    overrides = f"ckpt={best}", "loader.num_workers=0", "hardware=cpu", "logger=none"
+    again = run_directory(folder, run_verb(folder, "evaluate", *overrides))
+    scores = [json.loads((run / "score.json").read_text()) for run in (trained, again)]
     assert scores[0]["NDS"] == scores[1]["NDS"] and scores[0]["AP"] == scores[1]["AP"]
 
-    turned = run_directory(folder, run_verb(folder, "predict", *words, "tta=flip"))
+    augmented = run_directory(folder, run_verb(folder, "predict", *overrides, "tta=flip"))
     plain = json.loads((again / "submission.json").read_text())["results"]
-    merged = json.loads((turned / "submission.json").read_text())["results"]
+    merged = json.loads((augmented / "submission.json").read_text())["results"]
     assert merged.keys() == plain.keys() and merged != plain
 
 
-def test_an_epoch_of_empty_frames_trains_and_says_so_once(folder: Path) -> None:
+def test_an_epoch_of_empty_frames_trains_and_warns_once(folder: Path) -> None:
     process = run_verb(
         folder, "train", *TINY, "data.min_points=100000", "data.cbgs=true", "trainer.max_steps=2"
     )

@@ -1,4 +1,4 @@
-"""How trainings go on, begin from others' weights, and end before their time; in this process."""
+"""Resume, weights of other runs, and early ends of trainings, in this process."""
 
 import json
 import os
@@ -53,10 +53,10 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)  # Lightning ignores further ones
 
 
-def train(*words: str) -> tuple[int, Path]:
+def train(*overrides: str) -> tuple[int, Path]:
     """Exit code and run directory."""
     before = set(Path("outputs/train").glob("*"))
-    code = call_main(main, "train", *words)
+    code = call_main(main, "train", *overrides)
     (run,) = set(Path("outputs/train").glob("*")) - before
     return code, run.resolve()
 
@@ -74,17 +74,20 @@ def whole(folder: Path) -> Path:
     return run / "checkpoints"
 
 
-def module_of(*words: str) -> DetectionModule:
-    return build_module(resolve(load_config("train", [*MODEL, "hardware=cpu", *words]), Machine()))
+def module_of(*overrides: str) -> DetectionModule:
+    return build_module(
+        resolve(load_config("train", [*MODEL, "hardware=cpu", *overrides]), Machine())
+    )
 
 
-def test_resume_alone_goes_on_with_the_same_run(whole: Path) -> None:
+def test_resume_alone_continues_the_same_run(whole: Path) -> None:
     names = {path.name for path in whole.iterdir()}
     assert names == {"best.ckpt", "last.ckpt", "step_000002.ckpt", "step_000003.ckpt"}
     code, run = train(f"resume={whole / 'step_000002.ckpt'}")
     assert code == 0 and score_of(run)["steps"] == 3
     one, other = (
-        torch.load(place / "last.ckpt", weights_only=True) for place in (whole, run / "checkpoints")
+        torch.load(folder / "last.ckpt", weights_only=True)
+        for folder in (whole, run / "checkpoints")
     )
     # The same samples in the same order, the same rate: the same weights, to the last bit.
     assert one["DetectionDataModule"] == other["DetectionDataModule"]
@@ -98,13 +101,17 @@ def test_resume_alone_goes_on_with_the_same_run(whole: Path) -> None:
     assert content["global_step"] == 4 and content["DetectionDataModule"]["micro_step"] == 8
 
 
-def test_another_model_is_no_resume_but_a_beginning(whole: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused_by_resume_and_loaded_by_init_from(
+    whole: Path, tmp_path: Path
+) -> None:
     checkpoint = whole / "last.ckpt"
     check_resume(module_of(), checkpoint)
     four = module_of(*FOUR)
-    with pytest.raises(InputError, match=r"^resume=.* of another model: .*use init_from=") as said:
+    with pytest.raises(
+        InputError, match=r"^resume=.* of another model: .*use init_from="
+    ) as refusal:
         check_resume(four, checkpoint)
-    assert "network.head.heatmap.1.bias (10,) for (4,)" in str(said.value)
+    assert "network.head.heatmap.1.bias (10,) for (4,)" in str(refusal.value)
     with pytest.raises(InputError, match=r"2 of another shape .*; give the model= and the"):
         load_weights(four, checkpoint)
 
@@ -124,7 +131,7 @@ def test_another_model_is_no_resume_but_a_beginning(whole: Path, tmp_path: Path)
             check_resume(module_of(), path)
 
 
-def test_a_refused_resume_says_how_the_run_ended(
+def test_a_refused_resume_records_a_failed_run(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, run = train(f"resume={whole / 'last.ckpt'}", *FOUR)
@@ -155,7 +162,7 @@ def test_a_refused_resume_says_how_the_run_ended(
         ),
     ],
 )
-def test_a_training_that_ends_early_says_so(
+def test_a_training_that_ends_early_reports_why(
     whole: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -166,12 +173,12 @@ def test_a_training_that_ends_early_says_so(
 ) -> None:
     step = DetectionModule.training_step
 
-    def break_off(module: DetectionModule, batch, batch_idx: int):
+    def fail(module: DetectionModule, batch, batch_idx: int):
         if batch_idx == 3:
             raise raised
         return step(module, batch, batch_idx)
 
-    monkeypatch.setattr(DetectionModule, "training_step", break_off)
+    monkeypatch.setattr(DetectionModule, "training_step", fail)
     ended, run = train(*TINY, "callbacks.steps.every_n_train_steps=1")
     assert ended == code
     last = capsys.readouterr().err.splitlines()[-1]
@@ -198,7 +205,7 @@ def test_validations_fall_between_optimizer_steps(
     assert code == 0 and seen == [(1, False), (2, False)]
 
 
-def test_epochs_go_on_from_their_middle_and_from_their_end(whole: Path) -> None:
+def test_epochs_resume_in_their_middle_and_at_their_end(whole: Path) -> None:
     # Three batches an epoch: a step of two, and a step of the one that is left.
     epochs = ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.val_check_interval=2"]
     every = ["callbacks.steps.every_n_train_steps=1", "callbacks.steps.keep_last=9"]
@@ -216,7 +223,7 @@ def test_epochs_go_on_from_their_middle_and_from_their_end(whole: Path) -> None:
         assert score_of(on)["NDS"] == score_of(run)["NDS"]
 
 
-def test_other_batches_go_on_at_the_same_sample(whole: Path) -> None:
+def test_other_batch_sizes_resume_at_the_same_sample(whole: Path) -> None:
     changed = ["data.batch_size=3", "accumulation=1"]
     code, run = train(f"resume={whole / 'step_000002.ckpt'}", *changed, "trainer.max_steps=4")
     assert code == 0 and score_of(run)["steps"] == 4
@@ -240,8 +247,8 @@ def test_a_signal_saves_and_stops(
     monkeypatch.setattr(DetectionModule, "training_step", send)
     code, run = train(*TINY, "logger=tensorboard", "trainer.log_every_n_steps=1")
     assert code == 143
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == (
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message == (
         f"bev_lightning.train: interrupted by SIGTERM at step 1; continue with "
         f"resume={run / 'checkpoints' / 'last.ckpt'}"
     )
@@ -257,7 +264,7 @@ def test_a_signal_saves_and_stops(
     assert "resume=auto: continuing from outputs/train" in capsys.readouterr().out
     assert score_of(run)["steps"] == 3 and not (run / "stopped.json").exists()
     one, other = (
-        torch.load(place / "last.ckpt", weights_only=True)["state_dict"]
-        for place in (whole, run / "checkpoints")
+        torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
+        for folder in (whole, run / "checkpoints")
     )
     assert all(torch.equal(value, other[key]) for key, value in one.items())

@@ -46,11 +46,11 @@ def foreign_lines(process: subprocess.CompletedProcess) -> list[str]:
     return [line for line in lines if line.strip() and not pattern.fullmatch(line.strip())]
 
 
-def test_a_training_prints_nothing_else(training: subprocess.CompletedProcess) -> None:
+def test_a_training_prints_expected_lines_only(training: subprocess.CompletedProcess) -> None:
     assert foreign_lines(training) == []
 
 
-def test_train_leaves_what_the_readme_says(trained: Path):
+def test_train_leaves_the_documented_files(trained: Path):
     names = {path.name for path in trained.iterdir()}
     assert {"config.yaml", "resolved.yaml", "run.json", "score.json", "checkpoints"} <= names
     score = json.loads((trained / "score.json").read_text())
@@ -71,7 +71,7 @@ def test_checkpoint_loads_without_executing_anything(trained: Path):
 def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, trained: Path):
     checkpoint = f"ckpt={trained / 'checkpoints' / 'best.ckpt'}"
     again = run_directory(folder, run_verb(folder, "evaluate", checkpoint, "loader.num_workers=0"))
-    scores = [json.loads((place / "score.json").read_text()) for place in (trained, again)]
+    scores = [json.loads((run / "score.json").read_text()) for run in (trained, again)]
     assert scores[0]["AP"] == scores[1]["AP"] and scores[0]["NDS"] == scores[1]["NDS"]
     assert scores[1]["steps"] == 2 and scores[1]["status"] == "finished"
     assert scores[1]["samples_per_s"] > 0 and scores[1]["wall_s"] > 0 and not scores[1]["left_out"]
@@ -114,12 +114,12 @@ def test_evaluate_recomposes_the_model_and_gives_the_same_score(folder: Path, tr
 
 def test_predict_writes_a_submission(folder: Path, trained: Path):
     checkpoint = f"ckpt={trained / 'checkpoints' / 'last.ckpt'}"
-    place = run_directory(folder, run_verb(folder, "predict", checkpoint, "loader.num_workers=0"))
-    every = list(json.loads((place / "submission.json").read_text())["results"])
+    run = run_directory(folder, run_verb(folder, "predict", checkpoint, "loader.num_workers=0"))
+    every = list(json.loads((run / "submission.json").read_text())["results"])
     assert len(every) == 2
     limits = ["loader.num_workers=0", "trainer.limit_val_batches=1", "data.val_batch_size=1"]
-    place = run_directory(folder, run_verb(folder, "predict", checkpoint, *limits))
-    assert list(json.loads((place / "submission.json").read_text())["results"]) == every[:1]
+    run = run_directory(folder, run_verb(folder, "predict", checkpoint, *limits))
+    assert list(json.loads((run / "submission.json").read_text())["results"]) == every[:1]
 
 
 def test_two_processes_end_with_the_same_weights(folder: Path, trained: Path):
@@ -136,17 +136,17 @@ def test_two_processes_end_with_the_same_weights(folder: Path, trained: Path):
     assert score["steps"] == 2 and score["frames"] == 2
 
 
-def test_sweep_makes_one_folder_and_one_config_a_job(folder: Path, trained: Path):
+def test_sweep_writes_one_folder_and_config_per_job(folder: Path, trained: Path):
     axes = ["precision=32,bf16", "accumulation=1,2"]
     process = run_verb(folder, "train", "-m", *TINY, *axes, "trainer.max_steps=1", "logger=none")
-    place = run_directory(folder, process)
-    jobs = sorted(path for path in place.iterdir() if path.is_dir())
+    run = run_directory(folder, process)
+    jobs = sorted(path for path in run.iterdir() if path.is_dir())
     assert [job.name for job in jobs] == ["0", "1", "2", "3"]
     for job in jobs:
         assert (job / "config.yaml").exists() and (job / "score.json").exists()
 
 
-def test_refuses_a_model_that_the_checkpoint_is_not_of(folder: Path, trained: Path):
+def test_refuses_a_checkpoint_of_another_model(folder: Path, trained: Path):
     checkpoint = f"ckpt={trained / 'checkpoints' / 'last.ckpt'}"
     process = run_verb(folder, "evaluate", checkpoint, "model.network.head.channels=32")
     assert process.returncode == 2 and "Traceback" not in process.stderr

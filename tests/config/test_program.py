@@ -1,4 +1,4 @@
-"""The program that a verb becomes: what it leaves on the disk, what it prints, how it ends.
+"""The program of a verb: its files, its output, its exit code.
 
 Most run in this process; only what depends on processes (sweeps, children) starts some.
 """

@@ -1,4 +1,4 @@
-"""What may be asked for, and what `auto` becomes."""
+"""Accepted and refused configurations, and the values that replace `auto`."""
 
 import itertools
 import random

@@ -71,7 +71,7 @@ def test_losses_have_gradients(run: "bev.Run") -> None:
     assert all(p.grad is not None for p in run.module.parameters())
 
 
-def test_evaluate_scores_the_batches_asked_for(run: "bev.Run") -> None:
+def test_evaluate_scores_the_given_number_of_batches(run: "bev.Run") -> None:
     assert run.evaluate().frames == 3
     assert run.evaluate(num_batches=1).frames == 2
 
@@ -108,7 +108,7 @@ def test_a_checkpoint_opens_with_one_call(run: "bev.Run", folders: list[str]) ->
         (["data=nuscenes", "data.root=/nowhere"], "^data.root=/nowhere does not exist"),
     ],
 )
-def test_what_is_wrong_is_refused_in_a_sentence(overrides: list[str], message: str) -> None:
+def test_wrong_input_is_refused_in_one_sentence(overrides: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         bev.load(*overrides)
 

@@ -33,7 +33,7 @@ def test_the_sentence_names_the_key(override: str, message: str) -> None:
         build_module(cfg)
 
 
-def test_channels_last_changes_the_memory_alone() -> None:
+def test_channels_last_changes_only_the_memory_layout() -> None:
     terms, modules = [], []
     for layout in ("false", "true"):
         overrides = ["hardware=cpu", "model=bevfusion_toy", f"channels_last={layout}"]

@@ -37,23 +37,23 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bev_lightning.runtime.memory_forecast.measure_cases", measure)
 
 
-def plan(*words: str) -> Plan:
-    return make_plan(resolve(load_config("plan", ["data=nuscenes", *words]), CPU))
+def plan(*overrides: str) -> Plan:
+    return make_plan(resolve(load_config("plan", ["data=nuscenes", *overrides]), CPU))
 
 
 @pytest.mark.usefixtures("peaks")
 def test_arithmetic_and_verdict() -> None:
-    told = plan("hardware=4x3090", "precision=32", "data.batch_size=1", "accumulation=2")
-    assert told.batch.effective_batch == 8 and told.steps_per_epoch == 3517
+    forecast = plan("hardware=4x3090", "precision=32", "data.batch_size=1", "accumulation=2")
+    assert forecast.batch.effective_batch == 8 and forecast.steps_per_epoch == 3517
     # ddp sends a copy of the gradients.
-    assert told.buckets_mib == 512 and told.total_mib == 512 + 1024 + 10_240 + 512
-    assert told.verdict == "fits" and told.largest_batch == 2
-    assert told.remedies["precision=bf16 or 16"] == told.total_mib - 5_120
-    assert told.remedies["strategy=fsdp"] == pytest.approx(1536 / 4 + 10_240)
+    assert forecast.buckets_mib == 512 and forecast.total_mib == 512 + 1024 + 10_240 + 512
+    assert forecast.verdict == "fits" and forecast.largest_batch == 2
+    assert forecast.remedies["precision=bf16 or 16"] == forecast.total_mib - 5_120
+    assert forecast.remedies["strategy=fsdp"] == pytest.approx(1536 / 4 + 10_240)
     assert plan("hardware=4x3090", "precision=32", "data.batch_size=2").verdict == "tight"
-    told = plan("hardware=4x3090", "precision=32", "data.batch_size=3")
-    assert told.verdict == "does not fit"
-    assert told.to_line() == (
+    forecast = plan("hardware=4x3090", "precision=32", "data.batch_size=3")
+    assert forecast.verdict == "does not fit"
+    assert forecast.to_line() == (
         "peak memory of a process: 32.00 GiB of 24.0 GiB, does not fit; python -m "
         "bev_lightning.plan shows what takes less"
     )
@@ -70,13 +70,15 @@ def test_samples_are_those_of_the_data() -> None:
 
 
 def test_any_machine_plans_for_any_cards(tmp_path: Path) -> None:
-    words = ["hardware=4x4090", "model=bevfusion_toy", "data.batch_size=4", "data=nuscenes"]
-    process = run_verb(tmp_path, "plan", *words)
+    overrides = ["hardware=4x4090", "model=bevfusion_toy", "data.batch_size=4", "data=nuscenes"]
+    process = run_verb(tmp_path, "plan", *overrides)
     assert process.returncode == 0, process.stderr[-2000:]
     assert "16 samples per optimizer step" in process.stdout and "verdict: fits" in process.stdout
     (path,) = tmp_path.glob("outputs/plan/*/plan.json")
-    told = json.loads(path.read_text())
-    assert told["effective_batch"] == 16 and told["memory_gib"] == 24
-    assert told["total_mib"] == pytest.approx(sum(list(told["peak_mib"].values())[:5]) + 4.4, abs=1)
-    assert told["largest_batch_size"] > 4
-    assert told["remedies_mib"]["data.batch_size=2, accumulation doubled"] < told["total_mib"]
+    written = json.loads(path.read_text())
+    assert written["effective_batch"] == 16 and written["memory_gib"] == 24
+    assert written["total_mib"] == pytest.approx(
+        sum(list(written["peak_mib"].values())[:5]) + 4.4, abs=1
+    )
+    assert written["largest_batch_size"] > 4
+    assert written["remedies_mib"]["data.batch_size=2, accumulation doubled"] < written["total_mib"]
