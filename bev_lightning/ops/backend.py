@@ -8,8 +8,9 @@ torch.compile and torch.export see one opaque node.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ def choose_backend(device: torch.device) -> Literal["reference", "numba", "trito
     if _HAS_TRITON and (device.type == "cuda" or (_IS_INTERPRETED and device.type == "cpu")):
         return "triton"
     return "numba" if device.type in ("cpu", "meta") else "reference"
+
+
+def load_kernels(package: str, device: torch.device) -> Any:
+    """The kernels of an operator for a device: the module ``triton`` or ``cpu`` of its package."""
+    return import_module(f"{package}.{'triton' if choose_backend(device) == 'triton' else 'cpu'}")
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bev_lightning.ops.attention.custom_op import attend
-from bev_lightning.ops.attention.reference import attend_reference
 from bev_lightning.ops.backend import choose_backend
 
 
@@ -38,7 +38,8 @@ def attention(
         ``(B, H, Q, E)`` in the dtype of ``query``; sums are taken in at least float32.
     """
     if hidden is not None or dropout == 0.0 or choose_backend(query.device) != "numba":
-        return attend_reference(query, key, value, hidden, dropout)
+        mask = None if hidden is None else ~hidden
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
     seed = torch.randint(2**31 - 1, (1,), device=query.device)
     out: Tensor = attend(query, key, value, dropout, seed)
     return out

@@ -29,17 +29,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, dropout: float, seed: i
     return out
 
 
-def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    *,
-    dropout: float,
-    seed: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; recomputes the weights."""
+def attend_backward(*tensors: Tensor, dropout: float, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from grad, query, key, value and output."""
+    grad, query, key, value, out = tensors
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     # Of the softmax's gradient, per row: sum of weights times their gradients.
     row_dot = (grad * out).sum(-1)
@@ -76,10 +68,10 @@ def _softmax_weights(query: Tensor, key: Tensor, buffer: Tensor) -> Tensor:
 
 def _run_over_rows(loop, first_head: int, dropout: float, seed: int, *arrays: Tensor) -> None:  # type: ignore[no-untyped-def]
     """Run ``loop`` over all rows of ``(H, Q, K)`` arrays, which it modifies."""
-    rows = [array.flatten(0, 1).numpy() for array in arrays]
+    rows = [array.flatten(0, 1) for array in arrays]
     first_row = first_head * arrays[0].shape[1]
     limit = np.uint32(min(round(dropout * 2**32), 2**32 - 1))
-    scale = rows[0].dtype.type(1 / (1 - dropout))
+    scale = rows[0].numpy().dtype.type(1 / (1 - dropout))
     parallel_for(loop, len(rows[0]), *rows, np.uint64(seed), first_row, limit, scale)
 
 

@@ -27,33 +27,27 @@ def sort_points(cells: Tensor, num_cells: int) -> tuple[Tensor, Tensor, Tensor]:
     return points, pixels, starts[:-1].clone()
 
 
-def pool(depth: Tensor, rows: Tensor, points: Tensor, pixels: Tensor, starts: Tensor) -> Tensor:
+def pool(
+    depth: Tensor, rows: Tensor, points: Tensor, pixels: Tensor, starts: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Sum pixel features ``(B * N * h * w, C)`` into cells ``(B * Y * X, C)``."""
-    out = rows.new_empty(len(starts) - 1, rows.shape[1])
-    tensors = (depth.flatten(), rows, points, pixels, starts, out)
-    parallel_for(_sum_points, len(out), *(tensor.numpy() for tensor in tensors))
-    return out
+    out = rows.new_empty(len(starts) - 1, rows.shape[1], dtype=dtype)
+    inputs = depth.flatten().to(dtype), rows.to(dtype), points, pixels, starts
+    parallel_for(_sum_points, len(out), *inputs, out)
+    return out.to(rows.dtype)
 
 
 def pool_backward(
-    grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor
+    grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Gradients of depth and pixel features from that of the cells ``(B * Y * X, C)``."""
     batch, num_cameras, num_depths, height, width = depth.shape
     shape = (batch * num_cameras, num_depths, height * width)
-    grad_depth, grad_rows = torch.empty_like(depth), torch.empty_like(rows)
-    parallel_for(
-        _backward,
-        len(rows),
-        num_cameras,
-        grad.view(batch, len(grad) // max(batch, 1), grad.shape[1]).numpy(),
-        depth.view(shape).numpy(),
-        rows.numpy(),
-        cells.view(shape).numpy(),
-        grad_depth.view(shape).numpy(),
-        grad_rows.numpy(),
-    )
-    return grad_depth, grad_rows
+    by_sample = grad.to(dtype).view(batch, len(grad) // max(batch, 1), grad.shape[1])
+    inputs = by_sample, depth.to(dtype).view(shape), rows.to(dtype), cells.view(shape)
+    grads = inputs[1].new_empty(shape), torch.empty_like(inputs[2])
+    parallel_for(_backward, len(rows), num_cameras, *inputs, *grads)
+    return grads[0].view_as(depth).to(depth.dtype), grads[1].to(rows.dtype)
 
 
 @njit(cache=True, nogil=True)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_lightning.ops.backend import accumulation_dtype, choose_backend
+from bev_lightning.ops.backend import accumulation_dtype, load_kernels
 
 
 @torch.library.custom_op("bev_lightning::bev_pool", mutates_args=())
@@ -13,40 +13,25 @@ def pool(
     depth: Tensor, rows: Tensor, cells: Tensor, points: Tensor, pixels: Tensor, starts: Tensor
 ) -> Tensor:
     """Sum pixel features ``(B * N * h * w, C)`` into cells ``(B * Y * X, C)``."""
-    depth, rows = depth.contiguous(), rows.contiguous()
-    dtype = accumulation_dtype(depth, rows)
-    if choose_backend(depth.device) == "triton":
-        from bev_lightning.ops.bev_pool import triton
-
-        return triton.pool(depth, rows, points, pixels, starts, dtype)
-    from bev_lightning.ops.bev_pool import cpu
-
-    return cpu.pool(depth.to(dtype), rows.to(dtype), points, pixels, starts).to(rows.dtype)
+    kernels, dtype = load_kernels(__package__, rows.device), accumulation_dtype(depth, rows)
+    inputs = depth.contiguous(), rows.contiguous(), points, pixels, starts
+    out: Tensor = kernels.pool(*inputs, dtype)
+    return out
 
 
 @pool.register_fake
-def _(
-    depth: Tensor, rows: Tensor, cells: Tensor, points: Tensor, pixels: Tensor, starts: Tensor
-) -> Tensor:
-    return rows.new_empty(starts.shape[0] - 1, rows.shape[1])
+def _(depth: Tensor, rows: Tensor, *index: Tensor) -> Tensor:
+    return rows.new_empty(index[-1].shape[0] - 1, rows.shape[1])
 
 
 @torch.library.custom_op("bev_lightning::bev_pool_backward", mutates_args=())
 def _pool_backward(
     grad: Tensor, depth: Tensor, rows: Tensor, cells: Tensor
 ) -> tuple[Tensor, Tensor]:
-    grad, depth, rows = grad.contiguous(), depth.contiguous(), rows.contiguous()
-    dtype = accumulation_dtype(depth, rows)
-    if choose_backend(depth.device) == "triton":
-        from bev_lightning.ops.bev_pool import triton
-
-        return triton.pool_backward(grad, depth, rows, cells, dtype)
-    from bev_lightning.ops.bev_pool import cpu
-
-    grad_depth, grad_rows = cpu.pool_backward(
-        grad.to(dtype), depth.to(dtype), rows.to(dtype), cells
-    )
-    return grad_depth.to(depth.dtype), grad_rows.to(rows.dtype)
+    kernels, dtype = load_kernels(__package__, rows.device), accumulation_dtype(depth, rows)
+    inputs = grad.contiguous(), depth.contiguous(), rows.contiguous(), cells
+    grads: tuple[Tensor, Tensor] = kernels.pool_backward(*inputs, dtype)
+    return grads
 
 
 @_pool_backward.register_fake

@@ -14,12 +14,7 @@ _POINTS = 16
 
 
 def pool(
-    depth: Tensor,
-    rows: Tensor,
-    points: Tensor,
-    pixels: Tensor,
-    starts: Tensor,
-    dtype: torch.dtype,
+    depth: Tensor, rows: Tensor, points: Tensor, pixels: Tensor, starts: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Sum pixel features ``(B * N * h * w, C)`` into cells ``(B * Y * X, C)``."""
     num_cells, channels = len(starts) - 1, rows.shape[1]

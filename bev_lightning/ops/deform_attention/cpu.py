@@ -16,42 +16,26 @@ from bev_lightning.ops.parallel_for import parallel_for
 _FAST = {"contract", "reassoc", "nsz"}
 
 
-def attend(
-    value: Tensor,
-    sizes: Sequence[int],
-    locations: Tensor,
-    weights: Tensor,
-    anchors: Tensor,
-    seen: Tensor,
-) -> Tensor:
-    """``(B, Q, H * D)``; all tensors are contiguous and of one dtype."""
+def attend(sizes: Sequence[int], *inputs: Tensor) -> Tensor:
+    """``(B, Q, H * D)``; the inputs are contiguous value, locations, weights, anchors and seen."""
+    value, locations, weights, anchors, seen = inputs
     batch, queries, heads = weights.shape[:3]
-    out = value.new_zeros(batch, queries, heads, value.shape[3])
-    tensors = (value, locations, weights, anchors, seen, out)
-    parallel_for(
-        _attend, batch * heads, np.array(sizes, np.int64), *(tensor.numpy() for tensor in tensors)
-    )
+    out = weights.new_zeros(batch, queries, heads, value.shape[3])
+    tensors = value.to(weights.dtype), locations, weights, anchors, seen, out
+    parallel_for(_attend, batch * heads, np.array(sizes, np.int64), *tensors)
     return out.flatten(2)
 
 
 def attend_backward(
-    grad: Tensor,
-    value: Tensor,
-    sizes: Sequence[int],
-    locations: Tensor,
-    weights: Tensor,
-    anchors: Tensor,
-    seen: Tensor,
+    sizes: Sequence[int], grad: Tensor, *inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of value, locations and weights from ``grad`` ``(B, Q, H, D)``."""
-    grads = (torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights))
-    tensors = (grad, value, locations, weights, anchors, seen, *grads)
-    parallel_for(
-        _attend_backward,
-        weights.shape[0] * weights.shape[2],
-        np.array(sizes, np.int64),
-        *(tensor.detach().numpy() for tensor in tensors),
-    )
+    value, locations, weights, anchors, seen = inputs
+    grad, value = grad.to(weights.dtype), value.to(weights.dtype)
+    grads = torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights)
+    tensors = grad, value, locations, weights, anchors, seen, *grads
+    num_heads = weights.shape[0] * weights.shape[2]
+    parallel_for(_attend_backward, num_heads, np.array(sizes, np.int64), *tensors)
     return grads
 
 

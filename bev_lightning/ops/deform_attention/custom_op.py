@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_lightning.ops.backend import accumulation_dtype, choose_backend
+from bev_lightning.ops.backend import accumulation_dtype, load_kernels
 
 
 @torch.library.custom_op("bev_lightning::deform_attention", mutates_args=())
@@ -20,24 +20,12 @@ def attend(
 ) -> Tensor:
     """``(B, Q, H * D)``; ``sizes`` are height and width of each level in turn."""
     inputs = _widen(value, locations, weights, anchors)
-    if choose_backend(value.device) == "triton":
-        from bev_lightning.ops.deform_attention import triton
-
-        return triton.attend(value.contiguous(), sizes, *inputs[1:], seen.contiguous())
-    from bev_lightning.ops.deform_attention import cpu
-
-    return cpu.attend(inputs[0], sizes, *inputs[1:], seen.contiguous()).to(value.dtype)
+    out: Tensor = load_kernels(__package__, value.device).attend(sizes, *inputs, seen.contiguous())
+    return out.to(value.dtype)
 
 
 @attend.register_fake
-def _(
-    value: Tensor,
-    sizes: Sequence[int],
-    locations: Tensor,
-    weights: Tensor,
-    anchors: Tensor,
-    seen: Tensor,
-) -> Tensor:
+def _(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor, *_: Any) -> Tensor:
     return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
 
 
@@ -53,41 +41,16 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = _widen(value, locations, weights, anchors)
     grad = grad.reshape(*grad.shape[:2], *value.shape[2:]).contiguous()
-    if choose_backend(value.device) == "triton":
-        from bev_lightning.ops.deform_attention import triton
-
-        results = triton.attend_backward(
-            grad, value.contiguous(), sizes, *inputs[1:], seen.contiguous()
-        )
-    else:
-        from bev_lightning.ops.deform_attention import cpu
-
-        results = cpu.attend_backward(
-            grad.to(inputs[0].dtype), inputs[0], sizes, *inputs[1:], seen.contiguous()
-        )
-    grad_value, grad_locations, grad_weights = results
-    return (
-        grad_value.to(value.dtype),
-        grad_locations.to(locations.dtype),
-        grad_weights.to(weights.dtype),
-    )
+    kernels = load_kernels(__package__, value.device)
+    grads = kernels.attend_backward(sizes, grad, *inputs, seen.contiguous())
+    return grads[0].to(value.dtype), grads[1].to(locations.dtype), grads[2].to(weights.dtype)
 
 
 @_attend_backward.register_fake
 def _(
-    grad: Tensor,
-    value: Tensor,
-    sizes: Sequence[int],
-    locations: Tensor,
-    weights: Tensor,
-    anchors: Tensor,
-    seen: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        value.new_empty(value.shape),
-        locations.new_empty(locations.shape),
-        weights.new_empty(weights.shape),
-    )
+    grad: Tensor, value: Tensor, sizes: Any, locations: Tensor, weights: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
+    return tuple(given.new_empty(given.shape) for given in (value, locations, weights))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -104,14 +67,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 attend.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _widen(
-    value: Tensor, locations: Tensor, weights: Tensor, anchors: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The inputs contiguous and in the accumulation dtype; Triton reads ``value`` as it is."""
+def _widen(value: Tensor, *others: Tensor) -> list[Tensor]:
+    """The inputs contiguous, all but ``value`` in the accumulation dtype."""
     dtype = accumulation_dtype(value)
-    return (
-        value if choose_backend(value.device) == "triton" else value.to(dtype).contiguous(),
-        locations.to(dtype).contiguous(),
-        weights.to(dtype).contiguous(),
-        anchors.to(dtype).contiguous(),
-    )
+    return [value.contiguous(), *(other.to(dtype).contiguous() for other in others)]

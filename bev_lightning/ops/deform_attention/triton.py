@@ -17,15 +17,9 @@ _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 _TILE = 1024
 
 
-def attend(
-    value: Tensor,
-    sizes: Sequence[int],
-    locations: Tensor,
-    weights: Tensor,
-    anchors: Tensor,
-    seen: Tensor,
-) -> Tensor:
-    """``(B, Q, H * D)`` in the dtype of ``value``; all tensors are contiguous."""
+def attend(sizes: Sequence[int], *inputs: Tensor) -> Tensor:
+    """``(B, Q, H * D)``; the inputs are contiguous value, locations, weights, anchors and seen."""
+    value, locations, weights, anchors, seen = inputs
     batch, queries, heads = weights.shape[:3]
     out = weights.new_zeros(batch, queries, heads, value.shape[3])
     for grid, numbers, blocks in _launches(value, sizes, weights, anchors):
@@ -33,19 +27,14 @@ def attend(
             value, locations, weights, anchors, seen.view(torch.uint8), out, *numbers,
             ACCUMULATE=_TYPES[weights.dtype], **blocks,
         )  # fmt: skip
-    return out.flatten(2).to(value.dtype)
+    return out.flatten(2)
 
 
 def attend_backward(
-    grad: Tensor,
-    value: Tensor,
-    sizes: Sequence[int],
-    locations: Tensor,
-    weights: Tensor,
-    anchors: Tensor,
-    seen: Tensor,
+    sizes: Sequence[int], grad: Tensor, *inputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of value, locations and weights from ``grad`` ``(B, Q, H, D)``."""
+    value, locations, weights, anchors, seen = inputs
     if value.is_cuda and torch.are_deterministic_algorithms_enabled():
         text = "the backward of deformable attention adds atomically, which is not deterministic"
         if not torch.is_deterministic_algorithms_warn_only_enabled():

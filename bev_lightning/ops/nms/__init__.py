@@ -37,7 +37,13 @@ def circle_nms(
     """
     radius = torch.as_tensor(radius_m, dtype=torch.float32, device=centre.device)
     boxes = torch.cat([centre.float(), radius.expand(score.shape).unsqueeze(-1)], dim=-1)
-    boxes, group, valid, order = _sort_by_score(boxes, score, group, valid)
+    valid = torch.ones_like(score, dtype=torch.bool) if valid is None else valid
+    group = torch.zeros_like(score, dtype=torch.int64) if group is None else group
+    order = (
+        score.float().masked_fill(~valid, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    )
+    boxes = boxes.gather(-2, order.unsqueeze(-1).expand_as(boxes))
+    group, valid = group.gather(-1, order), valid.gather(-1, order)
     if choose_backend(boxes.device) == "numba":
         from bev_lightning.ops.nms import cpu
 
@@ -45,16 +51,3 @@ def circle_nms(
     else:
         keep = keep_circles_reference(boxes, group, valid)
     return torch.zeros_like(keep).scatter(-1, order, keep)
-
-
-def _sort_by_score(
-    boxes: Tensor, score: Tensor, group: Tensor | None, valid: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Boxes, groups and validity by falling score, and the order."""
-    valid = torch.ones_like(score, dtype=torch.bool) if valid is None else valid
-    group = torch.zeros_like(score, dtype=torch.int64) if group is None else group
-    order = (
-        score.float().masked_fill(~valid, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-    )
-    index = order.unsqueeze(-1).expand(*order.shape, boxes.shape[-1])
-    return boxes.gather(-2, index), group.gather(-1, order), valid.gather(-1, order), order

@@ -3,12 +3,9 @@
 A box is compared only with kept boxes, until one suppresses it.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import njit
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -16,15 +13,9 @@ def keep_circles(boxes: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """The boxes kept ``(..., N)``, of ``(..., N, 3)`` x, y, radius sorted by score."""
     keep = torch.zeros_like(valid)
     if valid.numel():
-        _keep_circles(*_rows(boxes, group, valid, keep))
+        rows = [one.view(-1, valid.shape[-1]).numpy() for one in (group, valid, keep)]
+        _keep_circles(boxes.view(-1, *boxes.shape[-2:]).numpy(), *rows)
     return keep
-
-
-def _rows(boxes: Tensor, *others: Tensor) -> list[NDArray[Any]]:
-    """Views of contiguous tensors with a single leading dimension, as arrays."""
-    num_boxes, columns = boxes.shape[-2:]
-    rows = [boxes.view(-1, num_boxes, columns), *(other.view(-1, num_boxes) for other in others)]
-    return [row.numpy() for row in rows]
 
 
 @njit(cache=True, nogil=True)

@@ -14,17 +14,9 @@ from bev_lightning.ops.scatter.reference import scatter_max_reference, scatter_s
 
 
 def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> Tensor:
-    """Channel-wise maximum of the rows in each cell.
+    """Channel-wise maximum of the rows in each cell; arguments and result as :func:`scatter_sum`.
 
     The gradient goes to the row that holds the maximum, to the first one among equals.
-
-    Args:
-        values: ``(M, C)`` floating point.
-        index: ``(M,)`` int64 cell of each row, in 0..num_cells-1.
-        num_cells: rows of the result.
-
-    Returns:
-        ``(num_cells, C)``, zero in cells without rows.
     """
     if choose_backend(values.device) == "reference":
         winner = scatter_max_reference(values.detach(), index, num_cells)[1]

@@ -1,15 +1,11 @@
 """Numba CPU kernel of maximum pooling, compiled on first use."""
 
-from typing import Any
-
-import numpy as np
+import torch
 from numba import njit
-from numpy.typing import NDArray
+from torch import Tensor
 
 
-def scatter_max(
-    values: NDArray[Any], index: NDArray[np.int64], num_cells: int
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> tuple[Tensor, Tensor]:
     """Maximum of the rows ``(M, C)`` in each cell and the row that holds it.
 
     Both are ``(num_cells, C)``, with 0 and -1 in cells without rows.
@@ -17,12 +13,11 @@ def scatter_max(
     Raises:
         IndexError: an index is outside 0..num_cells-1.
     """
-    shape = (num_cells, values.shape[1])
-    pooled = np.zeros(shape, values.dtype)
-    winner = np.full(shape, -1, np.int64)
+    pooled = values.new_zeros(num_cells, values.shape[1])
+    winner = torch.full(pooled.shape, -1)
     if len(index) and (index.min() < 0 or index.max() >= num_cells):
         raise IndexError(f"scatter_max: index outside 0..{num_cells - 1}")
-    _max_rows(values, index, pooled, winner)
+    _max_rows(*(tensor.numpy() for tensor in (values, index, pooled, winner)))
     return pooled, winner
 
 

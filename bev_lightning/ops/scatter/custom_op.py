@@ -20,8 +20,8 @@ def scatter_max(values: Tensor, index: Tensor, num_cells: int) -> tuple[Tensor, 
         from bev_lightning.ops.scatter import cpu
 
         wide = values.detach().to(accumulation_dtype(values)).contiguous()
-        pooled, winner = cpu.scatter_max(wide.numpy(), index.contiguous().numpy(), num_cells)
-        return torch.from_numpy(pooled).to(values.dtype), torch.from_numpy(winner)
+        pooled, winner = cpu.scatter_max(wide, index.contiguous(), num_cells)
+        return pooled.to(values.dtype), winner
     return scatter_max_reference(values, index, num_cells)
 
 

@@ -3,12 +3,14 @@
 One thread computes each output, adding in a fixed order.
 """
 
+from collections.abc import Sequence
+
 import torch
 from numba import njit
 from torch import Tensor
 
+from bev_lightning.ops.backend import accumulation_dtype
 from bev_lightning.ops.parallel_for import parallel_for
-from bev_lightning.ops.sparse_conv.reference import Size3
 
 # Output rows processed together, so that they and the weights of one offset stay in the cache.
 _ROWS = 64
@@ -16,23 +18,23 @@ _ROWS = 64
 
 def convolve(features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor) -> Tensor:
     """``(num_outputs, Cout)``; see ``custom_op.convolve``."""
-    out = features.new_zeros(sources.shape[1], weight.shape[2])
+    dtype = accumulation_dtype(features)
+    out = features.new_zeros(sources.shape[1], weight.shape[2], dtype=dtype)
     if bias is not None:
         out += bias
-    tensors = (features, weight, sources, out)
-    parallel_for(_convolve, len(out), *(tensor.numpy() for tensor in tensors))
-    return out
+    parallel_for(_convolve, len(out), features.to(dtype), weight.to(dtype), sources, out)
+    return out.to(features.dtype)
 
 
 def weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
     """``(K, Cin, Cout)``; see ``custom_op._weight_gradient``."""
-    out = features.new_zeros(len(sources), features.shape[1], grad.shape[1])
-    tensors = (features, grad, sources, out)
-    parallel_for(_add_products, len(out), *(tensor.numpy() for tensor in tensors))
-    return out
+    dtype = accumulation_dtype(features)
+    out = features.new_zeros(len(sources), features.shape[1], grad.shape[1], dtype=dtype)
+    parallel_for(_add_products, len(out), features.to(dtype), grad.to(dtype), sources, out)
+    return out.to(features.dtype)
 
 
-def pair_neighbours(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
+def pair_neighbours(coords: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
     """See ``custom_op.pair_neighbours``; merges the sorted keys with their neighbours' keys."""
     z, y, x = coords[:, 1:].unbind(1)
     keys = ((coords[:, 0] * shape[0] + z) * shape[1] + y) * shape[2] + x
@@ -42,14 +44,13 @@ def pair_neighbours(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
         keys, order = keys.sort()
     sources = torch.full((kernel[0] * kernel[1] * kernel[2], len(coords)), -1, dtype=torch.int32)
     tensors = (coords[order], keys, order, sources)
-    _pair_neighbours(shape, kernel, *(tensor.numpy() for tensor in tensors))
+    _pair_neighbours(tuple(shape), tuple(kernel), *(tensor.numpy() for tensor in tensors))
     return sources
 
 
-def pair_strided(
-    coords: Tensor, out_shape: Size3, kernel: Size3, stride: Size3, padding: Size3
-) -> tuple[Tensor, Tensor, Tensor]:
+def pair_strided(coords: Tensor, *sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """See ``custom_op.pair_strided``; a hash table numbers the outputs."""
+    out_shape, kernel, stride, padding = map(tuple, sizes)
     # Along an axis, at most ceil(kernel / stride) offsets are multiples of the stride.
     limit = len(coords)
     for axis in (0, 1, 2):

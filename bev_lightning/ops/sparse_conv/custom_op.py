@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_lightning.ops.backend import accumulation_dtype, choose_backend
+from bev_lightning.ops.backend import accumulation_dtype, choose_backend, load_kernels
 from bev_lightning.ops.sparse_conv.reference import (
-    Size3,
     pair_neighbours_reference,
     pair_strided_reference,
 )
@@ -16,49 +15,26 @@ from bev_lightning.ops.sparse_conv.reference import (
 
 @torch.library.custom_op("bev_lightning::sparse_conv", mutates_args=())
 def convolve(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sources: Tensor,
-    targets: Tensor | None,
+    features: Tensor, weight: Tensor, bias: Tensor | None, sources: Tensor, targets: Tensor | None
 ) -> Tensor:
     """Convolution ``(num_outputs, Cout)`` with ``weight`` ``(K, Cin, Cout)``."""
-    features, weight = features.contiguous(), weight.contiguous()
-    sources = sources.contiguous()
-    dtype = accumulation_dtype(features)
-    bias = None if bias is None else bias.to(dtype).contiguous()
-    if choose_backend(features.device) == "triton":
-        from bev_lightning.ops.sparse_conv import triton
-
-        return triton.convolve(features, weight, bias, sources)
-    from bev_lightning.ops.sparse_conv import cpu
-
-    return cpu.convolve(features.to(dtype), weight.to(dtype), bias, sources).to(features.dtype)
+    bias = None if bias is None else bias.to(accumulation_dtype(features)).contiguous()
+    inputs = features.contiguous(), weight.contiguous(), bias, sources.contiguous()
+    out: Tensor = load_kernels(__package__, features.device).convolve(*inputs)
+    return out
 
 
 @convolve.register_fake
-def _(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sources: Tensor,
-    targets: Tensor | None,
-) -> Tensor:
+def _(features: Tensor, weight: Tensor, bias: Any, sources: Tensor, targets: Any) -> Tensor:
     return features.new_empty(sources.shape[1], weight.shape[2])
 
 
 @torch.library.custom_op("bev_lightning::sparse_conv_weight", mutates_args=())
 def _weight_gradient(features: Tensor, grad: Tensor, sources: Tensor) -> Tensor:
     """``out[k] = sum over o: features[sources[k, o]].T @ grad[o]``, ``(K, Cin, Cout)``."""
-    features, grad, sources = features.contiguous(), grad.contiguous(), sources.contiguous()
-    if choose_backend(features.device) == "triton":
-        from bev_lightning.ops.sparse_conv import triton
-
-        return triton.weight_gradient(features, grad, sources)
-    from bev_lightning.ops.sparse_conv import cpu
-
-    dtype = accumulation_dtype(features)
-    return cpu.weight_gradient(features.to(dtype), grad.to(dtype), sources).to(features.dtype)
+    inputs = features.contiguous(), grad.contiguous(), sources.contiguous()
+    out: Tensor = load_kernels(__package__, features.device).weight_gradient(*inputs)
+    return out
 
 
 @_weight_gradient.register_fake
@@ -99,8 +75,8 @@ def pair_neighbours(coords: Tensor, shape: Sequence[int], kernel: Sequence[int])
     if choose_backend(coords.device) == "numba":
         from bev_lightning.ops.sparse_conv import cpu
 
-        return cpu.pair_neighbours(coords, _size3(shape), _size3(kernel))
-    return pair_neighbours_reference(coords, _size3(shape), _size3(kernel))
+        return cpu.pair_neighbours(coords, shape, kernel)
+    return pair_neighbours_reference(coords, shape, kernel)
 
 
 @pair_neighbours.register_fake
@@ -118,21 +94,16 @@ def pair_strided(
     padding: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``sources`` and ``targets`` of a strided rulebook and the outputs' flat coordinates."""
-    sizes = _size3(out_shape), _size3(kernel), _size3(stride), _size3(padding)
     if choose_backend(coords.device) == "numba":
         from bev_lightning.ops.sparse_conv import cpu
 
-        return cpu.pair_strided(coords, *sizes)
-    return pair_strided_reference(coords, *sizes)
+        return cpu.pair_strided(coords, out_shape, kernel, stride, padding)
+    return pair_strided_reference(coords, out_shape, kernel, stride, padding)
 
 
 @pair_strided.register_fake
 def _(
-    coords: Tensor,
-    out_shape: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
+    coords: Tensor, out_shape: Any, kernel: Sequence[int], stride: Any, padding: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_outputs = torch.library.get_ctx().new_dynamic_size()
     num_offsets = kernel[0] * kernel[1] * kernel[2]
@@ -141,8 +112,3 @@ def _(
         coords.new_empty((num_offsets, coords.shape[0]), dtype=torch.int32),
         coords.new_empty(num_outputs),
     )
-
-
-def _size3(values: Sequence[int]) -> Size3:
-    z, y, x = values
-    return z, y, x

@@ -1,5 +1,7 @@
 """Plain PyTorch implementation of sparse convolution and its rulebooks, for any device."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,9 @@ def convolve_reference(
     return total.to(features.dtype)
 
 
-def pair_neighbours_reference(coords: Tensor, shape: Size3, kernel: Size3) -> Tensor:
+def pair_neighbours_reference(
+    coords: Tensor, shape: Sequence[int], kernel: Sequence[int]
+) -> Tensor:
     """``sources`` of a submanifold rulebook, by binary search."""
     kz, ky, kx = _kernel_offsets(kernel, coords.device)
     if not len(coords):
@@ -39,13 +43,12 @@ def pair_neighbours_reference(coords: Tensor, shape: Size3, kernel: Size3) -> Te
     return torch.where(found, order[position], -1).int()
 
 
-def pair_strided_reference(
-    coords: Tensor, out_shape: Size3, kernel: Size3, stride: Size3, padding: Size3
-) -> tuple[Tensor, Tensor, Tensor]:
+def pair_strided_reference(coords: Tensor, *sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """``sources``, ``targets`` and flat output coordinates of a strided rulebook, by sorting.
 
     Synchronises with the device once: the number of outputs is a shape of the results.
     """
+    out_shape, kernel, stride, padding = sizes
     sample, *inputs = coords.unbind(1)
     cells, hit = [], torch.ones((), dtype=torch.bool, device=coords.device)
     for axis, offset in enumerate(_kernel_offsets(kernel, coords.device)):
@@ -69,12 +72,12 @@ def pair_strided_reference(
     return sources, torch.where(hit, target, -1).int(), keys[:num_outputs]
 
 
-def _kernel_offsets(kernel: Size3, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _kernel_offsets(kernel: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """``(kz * ky * kx, 1)`` z, y and x of each offset, starting at 0."""
     k = torch.arange(kernel[0] * kernel[1] * kernel[2], device=device).unsqueeze(1)
     return k // (kernel[1] * kernel[2]), k // kernel[2] % kernel[1], k % kernel[2]
 
 
-def _flatten(sample: Tensor, z: Tensor, y: Tensor, x: Tensor, shape: Size3) -> Tensor:
+def _flatten(sample: Tensor, z: Tensor, y: Tensor, x: Tensor, shape: Sequence[int]) -> Tensor:
     """Flat coordinate ``((sample * Z + z) * Y + y) * X + x``."""
     return ((sample * shape[0] + z) * shape[1] + y) * shape[2] + x

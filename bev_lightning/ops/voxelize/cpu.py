@@ -6,13 +6,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from bev_lightning.ops.voxelize.reference import grid_shape
+
 
 def voxelize_hard(
     features: Tensor,
     count: Tensor,
     range_m: Sequence[float],
     cell_m: Sequence[float],
-    shape: Sequence[int],
     max_points: int,
     max_voxels: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,7 +35,7 @@ def voxelize_hard(
     xyz = features[..., :3].to(torch.float32)
     numbered = (xyz, count, low, cell, table, keys, coords, num_points, target)
     num_voxels = _number_voxels(
-        tuple(shape), max_points, max_voxels, *(tensor.numpy() for tensor in numbered)
+        grid_shape(range_m, cell_m), max_points, max_voxels, *(one.numpy() for one in numbered)
     )
     voxels = features.new_zeros(num_voxels, max_points, width)
     # As bytes, because NumPy has no bfloat16.

@@ -1,12 +1,13 @@
 """The ``torch.library`` operator of hard voxelisation."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bev_lightning.ops.backend import choose_backend
-from bev_lightning.ops.voxelize.reference import Cell, Range, grid_shape, voxelize_hard_reference
+from bev_lightning.ops.voxelize.reference import voxelize_hard_reference
 
 
 @torch.library.custom_op("bev_lightning::voxelize_hard", mutates_args=())
@@ -19,26 +20,16 @@ def voxelize_hard(
     max_voxels: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`bev_lightning.ops.voxelize.voxelize_hard`."""
-    x_min, y_min, z_min, x_max, y_max, z_max = range_m
-    extent: Range = (x_min, y_min, z_min, x_max, y_max, z_max)
-    x, y, z = cell_m
-    cell: Cell = (x, y, z)
     if choose_backend(features.device) == "numba":
         from bev_lightning.ops.voxelize import cpu
 
-        shape = grid_shape(extent, cell)
-        return cpu.voxelize_hard(features, count, extent, cell, shape, max_points, max_voxels)
-    return voxelize_hard_reference(features, count, extent, cell, max_points, max_voxels)
+        return cpu.voxelize_hard(features, count, range_m, cell_m, max_points, max_voxels)
+    return voxelize_hard_reference(features, count, range_m, cell_m, max_points, max_voxels)
 
 
 @voxelize_hard.register_fake
 def _(
-    features: Tensor,
-    count: Tensor,
-    range_m: Sequence[float],
-    cell_m: Sequence[float],
-    max_points: int,
-    max_voxels: int,
+    features: Tensor, count: Tensor, range_m: Any, cell_m: Any, max_points: int, max_voxels: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_voxels = torch.library.get_ctx().new_dynamic_size()
     return (

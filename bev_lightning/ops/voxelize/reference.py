@@ -1,5 +1,7 @@
 """Plain PyTorch implementation of voxelisation, for any device."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ Range = tuple[float, float, float, float, float, float]
 Cell = tuple[float, float, float]
 
 
-def grid_shape(range_m: Range, cell_m: Cell) -> tuple[int, int, int]:
+def grid_shape(range_m: Sequence[float], cell_m: Sequence[float]) -> tuple[int, int, int]:
     """Number of cells (Z, Y, X) of a range.
 
     Args:
@@ -18,7 +20,9 @@ def grid_shape(range_m: Range, cell_m: Cell) -> tuple[int, int, int]:
     return z, y, x
 
 
-def assign_cells(features: Tensor, count: Tensor, range_m: Range, cell_m: Cell) -> Tensor:
+def assign_cells(
+    features: Tensor, count: Tensor, range_m: Sequence[float], cell_m: Sequence[float]
+) -> Tensor:
     """Dynamic voxelisation: the cell of every point.
 
     The cell is ``floor((p - minimum) / cell)`` in float32, as in the published voxelisers.
@@ -52,8 +56,8 @@ def assign_cells(features: Tensor, count: Tensor, range_m: Range, cell_m: Cell) 
 def voxelize_hard_reference(
     features: Tensor,
     count: Tensor,
-    range_m: Range,
-    cell_m: Cell,
+    range_m: Sequence[float],
+    cell_m: Sequence[float],
     max_points: int,
     max_voxels: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
