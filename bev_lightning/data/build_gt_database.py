@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from bev_lightning.classes import DETECTION_CLASSES
-from bev_lightning.data.atomic_files import lock, replace_file
+from bev_lightning.data.atomic_files import lock
 from bev_lightning.data.loaders.reference import read_points
 from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.data.resumable_jobs import close_parts, make_parts, open_parts, read_part
@@ -137,13 +137,10 @@ def _write(
         "min_distance": lidar.min_distance,
     }
     schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
-    skipped, whole = dict(source.dropped), folder / "whole.arrow"
-    with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
-        for part in jobs:
-            batch = read_part(part)[0]
-            skipped.update(json.loads(batch.schema.metadata[b"skipped"]))
-            writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-    close_parts(folder, whole, path)
+    skipped = dict(source.dropped)
+    for part in jobs:
+        skipped.update(json.loads(read_part(part)[0].schema.metadata[b"skipped"]))
+    close_parts(list(jobs), schema, folder / "whole.arrow", path)
     if skipped:
         warnings.warn(
             f"the ground-truth database lacks {len(skipped)} samples with missing or unreadable "

@@ -41,12 +41,22 @@ def open_parts(path: Path, stamp: str, alone: bool) -> Path:
     return folder
 
 
-def close_parts(folder: Path, whole: Path, path: Path) -> None:
-    """Rename the complete file to ``path`` and remove the folder of its parts."""
+def close_parts(parts: Sequence[Path], schema: pa.Schema, whole: Path, path: Path) -> None:
+    """Write the first batch of each part to one file and remove the folder of the parts.
+
+    Args:
+        parts: Arrow files.
+        schema: of the file, metadata included.
+        whole: where in the folder of the parts the file is written.
+        path: what it is renamed to when it is complete.
+    """
+    with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
+        for part in parts:  # one at a time: mapped pages count as memory too
+            writer.write_batch(read_part(part)[0].replace_schema_metadata(schema.metadata))
     os.replace(whole, path)
-    shutil.rmtree(folder)
+    shutil.rmtree(whole.parent)
     with contextlib.suppress(OSError):  # another process may still use it
-        folder.parent.rmdir()
+        whole.parent.parent.rmdir()
 
 
 def make_parts(
@@ -62,7 +72,6 @@ def make_parts(
     Args:
         function: maps a job to a record batch, deterministically.
         jobs: by file.
-        num_workers: processes.
         what: label of the progress bar.
     """
     missing = [(path, job) for path, job in jobs.items() if not path.exists()]

@@ -15,13 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from bev_lightning.data.atomic_files import replace_file
-from bev_lightning.data.nuscenes.can_bus import (
-    can_bus_vectors,
-    derive_motion,
-    measure_motion,
-    read_can_bus,
-)
+from bev_lightning.data.nuscenes.can_bus import can_bus_vectors, derive_motion, measure_motion
 from bev_lightning.data.nuscenes.json_tables import (
     LARGE_TABLE_FIELDS,
     Scene,
@@ -98,11 +92,8 @@ def write_index(
 
     Args:
         path: the Arrow file to write.
-        root: resolved data root.
-        version: folder of the tables.
         stamp: :func:`stamp_tables` of the tables.
-        num_workers: processes.
-        reference: the channel whose frame is the model's, or ``ego``.
+        root, version, num_workers, reference: as of :func:`open_index`.
         alone: as of :func:`bev_lightning.data.resumable_jobs.open_parts`.
 
     Raises:
@@ -160,11 +151,7 @@ def write_index(
     if stamp_tables(root, version, num_workers, reference) != stamp:
         raise InputError(f"the tables in {folder} changed while they were read: start again")
     schema = SCHEMA.with_metadata({"bev_lightning": json.dumps(notes)})
-    whole = parts / "index.arrow"
-    with replace_file(whole) as file, pa.ipc.new_file(file, schema) as writer:
-        for part in scenes:
-            writer.write_batch(read_part(part)[0].replace_schema_metadata(schema.metadata))
-    close_parts(parts, whole, path)
+    close_parts(list(scenes), schema, parts / "index.arrow", path)
 
 
 @dataclass(frozen=True)
@@ -226,17 +213,14 @@ def join_scenes(inputs: JoinInputs, scenes: tuple[int, int]) -> pa.RecordBatch:
     records = tables.samples[first:stop]
     readings, ego_poses, ego_times = _join_readings(inputs, first, stop)
     can_bus, measured = _read_motion(inputs, here, ego_poses, ego_times)
-    texts = {
+    columns = {
         "token": [record["token"] for record in records],
         "scene_token": [scene.token for scene in here for _ in range(scene.start, scene.stop)],
         "scene_name": [scene.name for scene in here for _ in range(scene.start, scene.stop)],
         "previous": [record["prev"] or "" for record in records],
         "next": [record["next"] or "" for record in records],
-    }
-    columns = {
-        **{name: pa.array(values, pa.string()) for name, values in texts.items()},
-        "timestamp": pa.array(tables.timestamps[first:stop]),
-        "from_can_bus": pa.array(measured),
+        "timestamp": tables.timestamps[first:stop],
+        "from_can_bus": measured,
         "can_bus": fixed_size_lists(can_bus, pa.float64()),
         **readings,
         **_join_boxes(inputs, first, stop),
@@ -336,13 +320,10 @@ def _read_motion(
     motion, measured = np.zeros((len(poses), 9)), np.zeros(len(poses), bool)
     for scene in scenes:
         rows = slice(scene.start - scenes[0].start, scene.stop - scenes[0].start)
-        messages = read_can_bus(inputs.can_bus / f"{scene.name}_pose.json")
-        if messages is None:
-            motion[rows] = derive_motion(poses[rows], times[rows])
-        else:
-            timestamps = inputs.tables.timestamps[scene.start : scene.stop]
-            motion[rows] = measure_motion(messages, timestamps)
-        measured[rows] = messages is not None
+        timestamps = inputs.tables.timestamps[scene.start : scene.stop]
+        found = measure_motion(inputs.can_bus / f"{scene.name}_pose.json", timestamps)
+        measured[rows] = found is not None
+        motion[rows] = derive_motion(poses[rows], times[rows]) if found is None else found
     return can_bus_vectors(poses, motion), measured
 
 
@@ -354,13 +335,13 @@ def _join_boxes(inputs: JoinInputs, first: int, stop: int) -> _Lists:
         return _to_lists("annotations", zero, empty)
     table = _slice(inputs.boxes, first, stop)
     sample = _numbers(table["sample"])
-    own = np.arange(len(sample))
     before = find_rows(table["previous"], table["token"], "sample_annotation")
     after = find_rows(table["next"], table["token"], "sample_annotation")
     centre = _numbers(table["centre"]).reshape(-1, 3)
     seconds = 1e-6 * inputs.tables.timestamps[sample]
 
     # The devkit's rule: from the previous to the next box of the instance, as far as they exist.
+    own = np.arange(len(sample))
     start, end = np.where(before >= 0, before, own), np.where(after >= 0, after, own)
     apart = seconds[end] - seconds[start]
     num_around = (before >= 0).astype(int) + (after >= 0)

@@ -1,6 +1,5 @@
 """Ego motion: read from CAN bus files, or derived from the ego poses."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +12,19 @@ _READINGS = ("accel", "rotation_rate", "vel")
 _GRAVITY = 9.81
 
 
-@dataclass(frozen=True)
-class Messages:
-    """CAN bus pose messages of a scene.
+def measure_motion(path: Path, timestamps: np.ndarray) -> np.ndarray | None:
+    """Measured motion ``(T, 9)`` at ``timestamps`` ``(T,)`` [microseconds], from a CAN bus pose
+    file; None if it is absent or empty.
 
-    Attributes:
-        timestamp: ``(M,)`` int64 [microseconds], in the order of the file.
-        motion: ``(M, 9)`` acceleration [m/s^2], rotation rate [rad/s], velocity [m/s].
+    As in the published BEVFormer, it is that of the first message AFTER the key frame (of the last
+    message where there is none).
+
+    Returns:
+        acceleration [m/s^2], rotation rate [rad/s], velocity [m/s].
+
+    Raises:
+        InputError: the file is broken.
     """
-
-    timestamp: np.ndarray
-    motion: np.ndarray
-
-
-def read_can_bus(path: Path) -> Messages | None:
-    """Read a CAN bus pose file; None if absent or empty. Raises InputError if it is broken."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -37,25 +34,15 @@ def read_can_bus(path: Path) -> Messages | None:
         if not messages:
             return None
         rows = [[value for key in _READINGS for value in message[key]] for message in messages]
-        times = [message["utime"] for message in messages]
         motion = np.array(rows, np.float64).reshape(len(rows), 9)
-        return Messages(np.array(times, np.int64), motion)
+        times = np.array([message["utime"] for message in messages], np.int64)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"the CAN bus file {path} ({len(content)} bytes) cannot be read ({error!r}): "
             f"download it again, or remove it to derive the motion from the ego poses"
         ) from None
-
-
-def measure_motion(messages: Messages, timestamps: np.ndarray) -> np.ndarray:
-    """Measured motion ``(T, 9)`` at ``timestamps`` ``(T,)`` [microseconds].
-
-    As in the published BEVFormer, it is that of the first message AFTER the key frame (of the last
-    message where there is none).
-    """
-    later = messages.timestamp[None] > timestamps[:, None]
-    rows = np.where(later.any(axis=1), later.argmax(axis=1), len(messages.timestamp) - 1)
-    return messages.motion[rows]
+    later = times > timestamps[:, None]
+    return motion[np.where(later.any(axis=1), later.argmax(axis=1), len(times) - 1)]
 
 
 def derive_motion(poses: np.ndarray, times: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Counts scenes, boxes and files of a data set, and finds corrupt files."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -36,21 +37,26 @@ class Files:
 
 @dataclass
 class Counts:
-    """Sums over samples; the attributes are those of :class:`Report`.
+    """Sums over samples.
 
     Attributes:
+        numbers: by the attributes of :class:`Report`, such as ``num_samples``.
         boxes: of each class; of all other boxes under the empty name.
+        files: by channel, with the attributes of :class:`Files`.
         corrupt: reason by path.
     """
 
-    num_scenes: int = 0
-    num_samples: int = 0
-    num_zero_point_boxes: int = 0
-    num_nan_velocities: int = 0
-    num_samples_without_boxes: int = 0
-    boxes: dict[str, int] = field(default_factory=dict)
-    files: dict[str, Files] = field(default_factory=dict)
+    numbers: Counter[str] = field(default_factory=Counter)
+    boxes: Counter[str] = field(default_factory=Counter)
+    files: dict[str, Counter[str]] = field(default_factory=dict)
     corrupt: dict[str, str] = field(default_factory=dict)
+
+    def add(self, part: "Counts") -> None:
+        self.numbers.update(part.numbers)
+        self.boxes.update(part.boxes)
+        for channel, files in part.files.items():
+            self.files.setdefault(channel, Counter()).update(files)
+        self.corrupt |= part.corrupt
 
 
 @dataclass(frozen=True)
@@ -117,13 +123,7 @@ class Report:
 
 
 def make_report(index: "Index", classes: Sequence[str], num_workers: int = 0) -> Report:
-    """Count scenes, boxes and files, and check every file that the index refers to.
-
-    Args:
-        index: of the data set.
-        classes: classes to count.
-        num_workers: processes.
-    """
+    """Count scenes, boxes and files, and check every file that the index refers to."""
     count = partial(
         _count, index.path, index.root, index.channels, index.category_classes, tuple(classes)
     )
@@ -131,21 +131,21 @@ def make_report(index: "Index", classes: Sequence[str], num_workers: int = 0) ->
     num_workers = min(num_workers, index.num_batches // _LEAST_BATCHES_PER_PROCESS)
     parts = map_in_processes(count, numbers, num_workers)
     for part in track(parts, "checking files", index.num_batches, "part"):
-        _add(counts, part)
+        counts.add(part)
     return Report(
         root=str(index.root),
         version=index.version,
         index=str(index.path),
-        num_scenes=counts.num_scenes,
-        num_samples=counts.num_samples,
-        num_boxes=sum(counts.boxes.values()),
+        num_scenes=counts.numbers["num_scenes"],
+        num_samples=counts.numbers["num_samples"],
+        num_boxes=counts.boxes.total(),
         samples_per_split={name: len(index.split(name)) for name in sorted(index.splits)},
-        boxes_per_class={name: counts.boxes.get(name, 0) for name in classes},
-        num_other_boxes=counts.boxes.get("", 0),
-        num_zero_point_boxes=counts.num_zero_point_boxes,
-        num_nan_velocities=counts.num_nan_velocities,
-        num_samples_without_boxes=counts.num_samples_without_boxes,
-        files=dict(sorted(counts.files.items())),
+        boxes_per_class={name: counts.boxes[name] for name in classes},
+        num_other_boxes=counts.boxes[""],
+        num_zero_point_boxes=counts.numbers["num_zero_point_boxes"],
+        num_nan_velocities=counts.numbers["num_nan_velocities"],
+        num_samples_without_boxes=counts.numbers["num_samples_without_boxes"],
+        files={channel: Files(**files) for channel, files in sorted(counts.files.items())},
         corrupt_files=counts.corrupt,
         scenes_without_can_bus=index.scenes_without_can_bus,
     )
@@ -161,21 +161,24 @@ def _count(
 ) -> Counts:
     """Count a record batch of the index, column by column."""
     batch = read_part(path)[number]
-    counts = Counts(num_samples=batch.num_rows)
-    counts.num_scenes = len(batch.column("scene_token").unique())
+    counts = Counts()
     names = np.array([name if name in classes else "" for name in category_classes], object)
     class_of_box = names[_values(batch, "annotations.category")]
     counted = (class_of_box != "").astype(bool)
-    counts.boxes = {name: int((class_of_box == name).sum()) for name in {*names.tolist(), ""}}
+    counts.boxes.update(class_of_box.tolist())
     points = _values(batch, "annotations.num_lidar_pts", "annotations.num_radar_pts")
-    counts.num_zero_point_boxes = int((counted & (points == 0)).sum())
     velocity = batch.column("annotations.velocity").values.values.to_numpy().reshape(-1, 3)
-    counts.num_nan_velocities = int((counted & np.isnan(velocity[:, :2]).any(axis=1)).sum())
     starts = batch.column("annotations.category").offsets.to_numpy()
     own = np.concatenate([[0], np.cumsum(counted)])
-    counts.num_samples_without_boxes = int((own[starts[1:]] == own[starts[:-1]]).sum())
+    counts.numbers.update(
+        num_scenes=len(batch.column("scene_token").unique()),
+        num_samples=batch.num_rows,
+        num_zero_point_boxes=int((counted & (points == 0)).sum()),
+        num_nan_velocities=int((counted & np.isnan(velocity[:, :2]).any(axis=1)).sum()),
+        num_samples_without_boxes=int((own[starts[1:]] == own[starts[:-1]]).sum()),
+    )
 
-    counts.files = {channel: Files() for channel in channels}
+    counts.files = {channel: Counter() for channel in channels}
     paths = batch.column("readings.path").values.to_pylist()
     sizes = batch.column("readings.size").values.values.to_numpy().reshape(-1, 2).tolist()
     sensors = _values(batch, "readings.channel").tolist()
@@ -189,11 +192,11 @@ def _count(
         files, kind = counts.files[channels[sensors[row]]], "sweeps" if sweep[row] else "key_frames"
         height, width = sizes[row]
         fault = find_fault(root / paths[row], (height, width))
-        setattr(files, kind, getattr(files, kind) + 1)
-        if fault:
-            name = f"{'missing' if fault == 'missing' else 'corrupt'}_{kind}"
-            setattr(files, name, getattr(files, name) + 1)
-        if fault not in ("", "missing"):
+        files[kind] += 1
+        if fault == "missing":
+            files[f"missing_{kind}"] += 1
+        elif fault:
+            files[f"corrupt_{kind}"] += 1
             counts.corrupt[paths[row]] = fault
     return counts
 
@@ -201,21 +204,6 @@ def _count(
 def _values(batch: pa.RecordBatch, *names: str) -> np.ndarray:
     """The flattened values of list columns; of several columns the sum."""
     return np.sum([batch.column(name).values.to_numpy() for name in names], axis=0)
-
-
-def _add(total: Counts, part: Counts) -> None:
-    total.num_scenes += part.num_scenes
-    total.num_samples += part.num_samples
-    total.num_zero_point_boxes += part.num_zero_point_boxes
-    total.num_nan_velocities += part.num_nan_velocities
-    total.num_samples_without_boxes += part.num_samples_without_boxes
-    for name, num in part.boxes.items():
-        total.boxes[name] = total.boxes.get(name, 0) + num
-    for channel, files in part.files.items():
-        whole = total.files.setdefault(channel, Files())
-        for name, num in vars(files).items():
-            setattr(whole, name, getattr(whole, name) + num)
-    total.corrupt.update(part.corrupt)
 
 
 def _name(scenes: tuple[str, ...]) -> str:

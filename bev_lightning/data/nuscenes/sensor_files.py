@@ -18,11 +18,11 @@ _PCD_TYPES = {
     ("U", 2): "<u2",
     ("U", 4): "<u4",
 }
+# Fields of a radar file that models read.
+_NEEDED = ("x", "y", "z", "dyn_prop", "rcs", "vx_comp", "vy_comp", "ambig_state", "invalid_state")
 # Markers of a JPEG's segments.
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _SCAN = 0xDA
-
-
 # A disk or a transfer that loses a block leaves zeros. Decoders show them as grey without an error;
 # valid JPEG data does not contain that many.
 _HOLE = bytes(4096)
@@ -69,16 +69,11 @@ def load_lidar_file(path: Path) -> np.ndarray:
         InputError: absent, empty, or no multiple of 20 bytes.
     """
     content = read_bytes(path, "lidar file")
-    if len(content) == 0 or len(content) % 20:
-        what = (
-            "is empty"
-            if not content
-            else "is cut: its length is no multiple of 5 floats (20 bytes)"
-        )
-        raise InputError(
-            f"the lidar file {path} ({len(content)} bytes) {what}: replace it, or set "
-            f"data.on_missing=skip"
-        )
+    if not content:
+        raise _broken("lidar file", path, 0, "is empty")
+    if len(content) % 20:
+        what = "is cut: its length is no multiple of 5 floats (20 bytes)"
+        raise _broken("lidar file", path, len(content), what)
     return np.frombuffer(content, np.float32).reshape(-1, 5)
 
 
@@ -90,17 +85,11 @@ def read_lidar_file(path: Path) -> np.ndarray:
     """
     points = load_lidar_file(path)
     if not points.any():
-        raise InputError(
-            f"the lidar file {path} ({points.nbytes} bytes) holds only zeros: replace it, or "
-            f"set data.on_missing=skip"
-        )
+        raise _broken("lidar file", path, points.nbytes, "holds only zeros")
     bad = int((~np.isfinite(points)).any(axis=1).sum())
     if bad:
-        raise InputError(
-            f"the lidar file {path} ({points.nbytes} bytes) holds NaN or infinity in {bad} of "
-            f"{len(points)} points: "
-            f"replace it, or set data.on_missing=skip"
-        )
+        what = f"holds NaN or infinity in {bad} of {len(points)} points"
+        raise _broken("lidar file", path, points.nbytes, what)
     return points
 
 
@@ -124,24 +113,11 @@ def read_radar_file(path: Path) -> np.ndarray:
             np.frombuffer(content, layout, count=num, offset=end) if num else np.zeros(0, layout)
         )
         floats = [n for n in layout.names or () if layout[n].kind == "f"]
-        for name in (
-            "x",
-            "y",
-            "z",
-            "dyn_prop",
-            "rcs",
-            "vx_comp",
-            "vy_comp",
-            "ambig_state",
-            "invalid_state",
-        ):
+        for name in _NEEDED:
             returns[name]
     except (ValueError, KeyError, IndexError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"the radar file {path} ({len(content)} bytes) is not a whole binary .pcd of nuScenes "
-            f"({describe(error)}): "
-            f"replace it, or set data.on_missing=skip"
-        ) from None
+        what = f"is not a whole binary .pcd of nuScenes ({describe(error)})"
+        raise _broken("radar file", path, len(content), what) from None
     if num and any(np.isnan(returns[name][0]) for name in floats):
         return returns[:0]
     return returns
@@ -167,10 +143,8 @@ def check_holes(path: Path, content: bytes) -> None:
     end = content.rfind(_ENDS["JPEG"])
     hole = content.find(_HOLE, 0, end if end >= 0 else len(content))
     if content[:2] == b"\xff\xd8" and hole >= 0:
-        raise InputError(
-            f"the image {path} ({len(content)} bytes) has {len(_HOLE)} zero bytes in a row at byte "
-            f"{hole}, where a block was lost: replace it, or set data.on_missing=skip"
-        )
+        what = f"has {len(_HOLE)} zero bytes in a row at byte {hole}, where a block was lost"
+        raise _broken("image", path, len(content), what)
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
@@ -182,6 +156,12 @@ def read_bytes(path: Path, kind: str) -> bytes:
             f"the {kind} {path} cannot be read ({error.strerror}): restore it, or set "
             f"data.on_missing=skip"
         ) from None
+
+
+def _broken(kind: str, path: Path, num_bytes: int, what: str) -> InputError:
+    return InputError(
+        f"the {kind} {path} ({num_bytes} bytes) {what}: replace it, or set data.on_missing=skip"
+    )
 
 
 def describe(error: BaseException) -> str:

@@ -64,11 +64,9 @@ def _footprint(
                 if (z < front) == (z1 < front):
                     continue
                 part = (front - z) / (z1 - z)
-                x, y, z = (
-                    x + part * (corners[other, 0] - x),
-                    y + part * (corners[other, 1] - y),
-                    front,
-                )
+                x += part * (corners[other, 0] - x)
+                y += part * (corners[other, 1] - y)
+                z = front
             elif z < front:
                 continue
             u = intrinsic[0, 0] * x / z + intrinsic[0, 2]
@@ -76,20 +74,13 @@ def _footprint(
             left, right, top, bottom = min(left, u), max(right, u), min(top, v), max(bottom, v)
     if right < left:
         return 0, -1, 0, -1
-    last_column, last_row = min(width - 1.0, right + 1), min(height - 1.0, bottom + 1)
-    return (
-        int(max(0.0, left)),
-        int(max(last_column, -1.0)),
-        int(max(0.0, top)),
-        int(max(last_row, -1.0)),
-    )
+    last_column = max(-1.0, min(width - 1.0, right + 1))
+    last_row = max(-1.0, min(height - 1.0, bottom + 1))
+    return int(max(0.0, left)), int(last_column), int(max(0.0, top)), int(last_row)
 
 
 @numba.njit(cache=True)
 def _render(
-    image: NDArray[np.uint8],
-    owner: NDArray[np.int32],
-    totals: NDArray[np.int64],
     pose: Array,
     rays: Array,
     intrinsic: Array,
@@ -100,18 +91,19 @@ def _render(
     first_part: NDArray[np.int64],
     ground: NDArray[np.uint8],
     corner: Array,
-    ground_colour: Array,
     sun: Array,
     exposure: float,
     haze: float,
     sky: Array,
-) -> None:
-    """Fill an image ``(H, W, 3)`` and the object seen at each pixel, ``owner`` ``(H, W)``; add to
-    ``totals`` ``(O,)`` the pixels that each object would cover without occlusion.
+) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int64]]:
+    """What :func:`render_camera` returns.
 
     The rays of the pixels are in the camera's frame; where they are NaN, the pixel is black.
     """
-    height, width = owner.shape
+    height, width = rays.shape[:2]
+    image = np.empty((height, width, 3), np.uint8)
+    owner = np.full((height, width), -1, np.int32)
+    totals = np.zeros(len(poses), np.int64)
     origin = pose[:3, 3]
     depth = np.full((height, width), 1e9)
     colour = np.empty(3)
@@ -121,7 +113,6 @@ def _render(
             gx = pose[0, 0] * x + pose[0, 1] * y + pose[0, 2] * z
             gy = pose[1, 0] * x + pose[1, 1] * y + pose[1, 2] * z
             gz = pose[2, 0] * x + pose[2, 1] * y + pose[2, 2] * z
-            owner[v, u] = -1
             if math.isnan(x):
                 image[v, u] = 0
                 continue
@@ -139,7 +130,7 @@ def _render(
                 mist = 1.0 - math.exp(-t * haze)
                 for i in range(3):
                     colour[i] = (
-                        ground_colour[kind, i] * light * (1 - mist) + sky[0, i] * exposure * mist
+                        _GROUND_COLOUR[kind, i] * light * (1 - mist) + sky[0, i] * exposure * mist
                     )
             else:
                 high = min(1.0, max(0.0, 3.0 * up))
@@ -215,6 +206,7 @@ def _render(
                 for i in range(3):
                     value = colour[i] * light * (1 - mist) + sky[0, i] * exposure * mist
                     image[v, u, i] = int(min(255.0, max(0.0, value)))
+    return image, owner, totals
 
 
 def render_camera(
@@ -231,31 +223,18 @@ def render_camera(
         pixels ``(O,)`` that each object would cover without occlusion.
     """
     assert mount.intrinsic is not None
-    image = np.empty((*mount.image_size, 3), np.uint8)
-    owner = np.empty(mount.image_size, np.int32)
-    totals = np.zeros(len(scene.sizes), np.int64)
     look = scene.look
-    _render(
-        image,
-        owner,
-        totals,
+    return _render(
         pose,
         _find_rays(mount),
         mount.intrinsic,
         mount.camera_model is None,
-        scene.object_poses(time_s),
-        scene.hulls,
-        scene.parts,
-        scene.first_part,
-        look.ground,
-        look.corner,
-        _GROUND_COLOUR,
+        *scene.geometry(time_s),
         look.sun,
         look.exposure,
         look.haze,
         look.sky,
     )
-    return image, owner, totals
 
 
 def _find_rays(mount: Mount) -> Array:

@@ -12,20 +12,16 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
 from bev_lightning.data.process_pool import map_in_processes
 from bev_lightning.data.synthetic.rig import CAMERAS, Array
-from bev_lightning.data.synthetic.tables import (
-    TABLES,
-    Row,
-    fixed_tables,
-    make_token,
-    official_scenes,
-)
-from bev_lightning.data.synthetic.writer import SceneJob, make_folders, write_scene
+from bev_lightning.data.synthetic.scene import draw_strip
+from bev_lightning.data.synthetic.tables import fixed_tables, make_token, official_scenes
+from bev_lightning.data.synthetic.writer import make_folders, write_scene
 from bev_lightning.errors import InputError
 from bev_lightning.progress import Progress
 
@@ -181,31 +177,15 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
-    jobs = [
-        SceneJob(
-            root,
-            name,
-            spec.seed,
-            spec.frames_per_scene,
-            spec.objects_per_scene,
-            spec.image_size,
-            spec.num_beams,
-            spec.num_azimuths,
-            spec.sweeps_per_frame,
-            spec.rig,
-        )
-        for name in spec.scenes
-    ]
-    tables: dict[str, list[Row]] = {name: [] for name in TABLES} | fixed_tables(spec.rig)
-    roads = []
-    num_frames = len(jobs) * spec.frames_per_scene
+    tables, roads = fixed_tables(spec.rig), []
+    write = partial(write_scene, root, spec)
+    num_workers = num_workers or len(os.sched_getaffinity(0))
+    num_frames = len(spec.scenes) * spec.frames_per_scene
     with Progress("synthetic data", num_frames, "frame", delay_s=1) as progress:
-        for scene in map_in_processes(
-            write_scene, jobs, num_workers or len(os.sched_getaffinity(0))
-        ):
-            for name, rows in scene.rows.items():
-                tables[name] += rows
-            roads.append(scene.road)
+        for scene, road in map_in_processes(write, spec.scenes, num_workers):
+            for name, rows in scene.items():
+                tables.setdefault(name, []).extend(rows)
+            roads.append(road)
             progress.update(spec.frames_per_scene)
     mask = make_token("map", spec.seed, spec.version)
     _write_mask(root / "maps" / f"{mask}.png", roads)
@@ -223,17 +203,14 @@ def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:
 
 
 def _write_mask(path: Path, roads: list[tuple[Array, Array]]) -> None:
-    """Write the map mask: 255 on the roads of all scenes; 0.1 m a pixel, origin at bottom left."""
+    """Write the map mask: 255 on the roads of all scenes; 0.1 m a pixel, origin at bottom left.
+
+    Roads are their left and right edges ``(S, 2)`` [m].
+    """
     extent = max(float(edge.max()) for road in roads for edge in road) + 10.0
     side = int(extent / _MASK_CELL_M)
     image = Image.new("L", (side, side), 0)
     draw = ImageDraw.Draw(image)
-    for left, right in roads:
-        edges = [
-            [(float(x) / _MASK_CELL_M, side - float(y) / _MASK_CELL_M) for x, y in edge]
-            for edge in (left, right)
-        ]
-        for i in range(len(edges[0]) - 1):
-            quad = [edges[0][i], edges[0][i + 1], edges[1][i + 1], edges[1][i]]
-            draw.polygon(quad, fill=255)
+    for road in roads:
+        draw_strip(draw, [edge / _MASK_CELL_M * (1, -1) + (0, side) for edge in road], fill=255)
     image.save(path, compress_level=1)

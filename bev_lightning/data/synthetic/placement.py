@@ -19,6 +19,7 @@ from bev_lightning.data.synthetic.scene import (
     Look,
     Road,
     Scene,
+    draw_strip,
 )
 from bev_lightning.data.synthetic.shapes import BUILDING, BYSTANDERS, KINDS, Kind, build_parts
 
@@ -120,7 +121,6 @@ class _SceneBuilder:
     road: Road
     ego_arc: Array
     tracks: list[Array] = field(default_factory=list)
-    halves: list[Array] = field(default_factory=list)
     kinds: list[Kind] = field(default_factory=list)
     sizes: list[Array] = field(default_factory=list)
     categories: list[str] = field(default_factory=list)
@@ -156,15 +156,12 @@ class _SceneBuilder:
         category = str(rng.choice(kind.categories)) if kind.categories else ""
         if category.endswith("child"):
             size *= (0.75, 0.75, 0.7)
-        cycle = kind.name in ("bicycle", "motorcycle")
-        rider = moving or not cycle
+        rider = moving or kind.name not in ("bicycle", "motorcycle")
         if not rider:  # a cycle without its rider is lower
             size[2] *= max(part.box[5] for part in kind.parts if not part.rider)
-        half = size[:2] / 2
-        if self._occupied(track, half):
+        if self._occupied(track, size[:2] / 2):
             return 0
         self.tracks.append(track)
-        self.halves.append(half)
         self.kinds.append(kind)
         self.sizes.append(size)
         self.categories.append(category)
@@ -181,10 +178,11 @@ class _SceneBuilder:
                 return
 
     def _occupied(self, track: Array, half: Array) -> bool:
-        ego = tracks_overlap(track, half, self.body[None], _EGO_HALF[None], 1, _GAP_M)
-        if ego or not self.tracks:
-            return bool(ego)
-        others, halves = np.stack(self.tracks), np.stack(self.halves)
+        if tracks_overlap(track, half, self.body[None], _EGO_HALF[None], 1, _GAP_M):
+            return True
+        if not self.tracks:
+            return False
+        others, halves = np.stack(self.tracks), np.stack(self.sizes)[:, :2] / 2
         return bool(tracks_overlap(track, half, others, halves, len(others), _GAP_M))
 
     def _attribute(self, kind: Kind, moving: bool) -> str:
@@ -194,11 +192,9 @@ class _SceneBuilder:
             return "cycle.with_rider" if moving else "cycle.without_rider"
         if kind.name == "pedestrian":
             return "pedestrian.moving" if moving else "pedestrian.standing"
-        return (
-            "vehicle.moving"
-            if moving
-            else str(self.rng.choice(["vehicle.parked", "vehicle.stopped"], p=[0.75, 0.25]))
-        )
+        if moving:
+            return "vehicle.moving"
+        return str(self.rng.choice(["vehicle.parked", "vehicle.stopped"], p=[0.75, 0.25]))
 
     # -- random tracks (K, 3); None where the draw is invalid
 
@@ -288,7 +284,6 @@ class _SceneBuilder:
         return placed
 
     def finish(self) -> Scene:
-        tracks = np.stack(self.tracks, axis=1)
         first = np.cumsum([0, *(len(part) for part in self.parts)])
         low = np.stack([(p[:, 0:3] - p[:, 3:6]).min(axis=0) for p in self.parts])
         high = np.stack([(p[:, 0:3] + p[:, 3:6]).max(axis=0) for p in self.parts])
@@ -296,7 +291,7 @@ class _SceneBuilder:
             times=self.times,
             ego=self.ego,
             road=self.road,
-            tracks=np.ascontiguousarray(tracks),
+            tracks=np.stack(self.tracks, axis=1),
             kinds=tuple(self.kinds),
             sizes=np.stack(self.sizes),
             categories=tuple(self.categories),
@@ -321,9 +316,7 @@ def _look(rng: np.random.Generator, road: Road) -> Look:
 
     def strip(left: float, right: float, value: int, dash: bool = False) -> None:
         edges = [(road.line(offset)[::8] - corner) / GROUND_CELL_M for offset in (left, right)]
-        for i in range(0, len(edges[0]) - 1, 3 if dash else 1):
-            quad = [edges[0][i], edges[0][i + 1], edges[1][i + 1], edges[1][i]]
-            draw.polygon([tuple(point) for point in quad], fill=value)
+        draw_strip(draw, edges, value, every=3 if dash else 1)
 
     for _ in range(16):  # car parks and yards
         xy = (road.xy[rng.integers(len(road.xy))] - corner) / GROUND_CELL_M
@@ -335,11 +328,5 @@ def _look(rng: np.random.Generator, road: Road) -> Look:
         strip(offset + 0.1, offset - 0.1, MARKING)
     for offset in (-1.8, 5.4):
         strip(offset + 0.1, offset - 0.1, MARKING, dash=True)
-    return Look(
-        sun,
-        float(rng.uniform(0.72, 1.12)),
-        1 / rng.uniform(90, 400),
-        sky,
-        np.asarray(image),
-        corner,
-    )
+    exposure, haze = float(rng.uniform(0.72, 1.12)), 1 / rng.uniform(90, 400)
+    return Look(sun, exposure, haze, sky, np.asarray(image), corner)

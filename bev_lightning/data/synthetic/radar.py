@@ -56,20 +56,8 @@ def scan_radar(
     pose = scene.ego_pose(time_s) @ ego_from_radar
     num = int(round(2 * _HALF_FAN / _FAN_STEP)) + 1
     azimuth = np.array([-_HALF_FAN, _FAN_STEP, num])
-    objects = scene.object_poses(time_s)
     distance, _, _, hit = cast_fan(
-        pose,
-        np.zeros(1),
-        azimuth,
-        False,
-        objects,
-        scene.hulls,
-        scene.parts,
-        scene.first_part,
-        scene.look.ground,
-        scene.look.corner,
-        np.zeros(5),
-        _REACH_M,
+        pose, np.zeros(1), azimuth, False, *scene.geometry(time_s), np.zeros(5), _REACH_M
     )
     distance, hit = distance[:, 0], hit[:, 0]
     angles = -_HALF_FAN + _FAN_STEP * np.arange(num)
@@ -122,9 +110,8 @@ def _measure(
     points["vx"], points["vy"] = relative * cos, relative * sin
     points["vx_comp"], points["vy_comp"] = radial * cos, radial * sin
     rcs = np.array([kind.rcs for kind in scene.kinds])
-    points["rcs"] = (
-        np.round(2 * (np.where(target >= 0, rcs[target], -4.0) + rng.normal(0, 3.5, num))) / 2
-    )
+    echo = np.where(target >= 0, rcs[target], -4.0) + rng.normal(0, 3.5, num)
+    points["rcs"] = np.round(2 * echo) / 2
     speed = np.hypot(velocity[:, 0], velocity[:, 1])
     crossing = (speed > 0.5) & (np.abs(radial) < 0.5 * speed)
     still = np.where(rng.random(num) < 0.8, _STATIONARY, _CANDIDATE)
@@ -153,18 +140,15 @@ def pack_returns(points: NDArray[np.void]) -> bytes:
     """
     if len(points) == 0:
         points = np.zeros(1, RETURN)
-        for name in ("x", "y", "z"):
-            points[name] = np.nan
-    fields = RETURN.fields
-    assert fields is not None
-    types = [fields[name][0] for name in RETURN.names or ()]
+        points["x"] = points["y"] = points["z"] = np.nan
+    types = [RETURN[name] for name in RETURN.names or ()]
     header = [
         "# .PCD v0.7 - Point Cloud Data file format",
         "VERSION 0.7",
         "FIELDS " + " ".join(RETURN.names or ()),
         "SIZE " + " ".join(str(kind.itemsize) for kind in types),
         "TYPE " + " ".join("F" if kind.kind == "f" else "I" for kind in types),
-        "COUNT " + " ".join("1" for _ in types),
+        "COUNT " + " ".join("1" * len(types)),
         f"WIDTH {len(points)}",
         "HEIGHT 1",
         "VIEWPOINT 0 0 0 1 0 0 0",

@@ -3,10 +3,12 @@
 All in the global frame (x, y, z up, flat ground at z = 0) and in seconds since the first key frame.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import ImageDraw
 
 from bev_lightning.data.synthetic.rig import Array, rotation_from_euler, transform
 from bev_lightning.data.synthetic.shapes import Kind
@@ -14,6 +16,7 @@ from bev_lightning.data.synthetic.shapes import Kind
 STEP_S = 0.05  # motion is tabulated at this step and interpolated linearly
 LEAD_IN_S = 1.0  # time before the first key frame and after the last one, for the sweeps
 GROUND_CELL_M = 0.25
+Geometry = tuple[Array, Array, Array, NDArray[np.int64], NDArray[np.uint8], Array]
 GRASS, ASPHALT, MARKING, PAVEMENT, LOT = range(5)
 
 
@@ -88,10 +91,19 @@ class Scene:
     look: Look
     sway: Array
 
+    def geometry(self, time_s: float) -> Geometry:
+        """What the ray casters read of objects and ground, in the order of their arguments."""
+        poses, look = self.object_poses(time_s), self.look
+        return poses, self.hulls, self.parts, self.first_part, look.ground, look.corner
+
     def _at(self, table: Array, time_s: float) -> Array:
         step = (time_s - self.times[0]) / STEP_S
         low = int(np.clip(np.floor(step), 0, len(self.times) - 2))
         return np.asarray(table[low] + (step - low) * (table[low + 1] - table[low]))
+
+    def _rate(self, table: Array, time_s: float) -> Array:
+        ahead, back = self._at(table, time_s + STEP_S), self._at(table, time_s - STEP_S)
+        return (ahead - back) / (2 * STEP_S)
 
     def ego_pose(self, time_s: float) -> Array:
         """``global_from_ego`` ``(4, 4)``, with a slight sway of the body."""
@@ -102,8 +114,7 @@ class Scene:
 
     def ego_motion(self, time_s: float) -> Array:
         """``(3,)``: global velocity [m/s] and yaw rate [rad/s]."""
-        ahead, back = self._at(self.ego, time_s + STEP_S), self._at(self.ego, time_s - STEP_S)
-        return (ahead - back) / (2 * STEP_S)
+        return self._rate(self.ego, time_s)
 
     def object_poses(self, time_s: float) -> Array:
         """``(O, 3)`` x, y [m], yaw [rad]."""
@@ -111,5 +122,14 @@ class Scene:
 
     def object_motion(self, time_s: float) -> Array:
         """``(O, 3)`` velocity [m/s] and yaw rate [rad/s]."""
-        ahead, back = self._at(self.tracks, time_s + STEP_S), self._at(self.tracks, time_s - STEP_S)
-        return (ahead - back) / (2 * STEP_S)
+        return self._rate(self.tracks, time_s)
+
+
+def draw_strip(
+    draw: ImageDraw.ImageDraw, edges: Sequence[Array], fill: int, every: int = 1
+) -> None:
+    """Fill ``every`` n-th quad between the left and the right edge ``(S, 2)`` [pixels]."""
+    left, right = edges
+    for i in range(0, len(left) - 1, every):
+        quad = [left[i], left[i + 1], right[i + 1], right[i]]
+        draw.polygon([tuple(point) for point in quad], fill=fill)

@@ -4,25 +4,10 @@ import hashlib
 from typing import Any
 
 from bev_lightning.classes import ATTRIBUTES
-from bev_lightning.data.synthetic.rig import VEHICLES, list_channels, modality_of
+from bev_lightning.data.synthetic.rig import list_channels, modality_of
 
 Row = dict[str, Any]
 
-TABLES = (
-    "attribute",
-    "calibrated_sensor",
-    "category",
-    "ego_pose",
-    "instance",
-    "log",
-    "map",
-    "sample",
-    "sample_annotation",
-    "sample_data",
-    "scene",
-    "sensor",
-    "visibility",
-)
 LOCATION = "boston-seaport"  # one of the four locations of nuScenes
 
 _CATEGORIES = (
@@ -74,15 +59,13 @@ _MINI_VAL = "103-103 916-916"
 
 def official_scenes(version: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the train and the val scenes of ``v1.0-trainval`` or ``v1.0-mini``, in order."""
-    runs = {"v1.0-trainval": (_TRAIN, _VAL), "v1.0-mini": (_MINI_TRAIN, _MINI_VAL)}[version]
+    train, val = {"v1.0-trainval": (_TRAIN, _VAL), "v1.0-mini": (_MINI_TRAIN, _MINI_VAL)}[version]
+    return _expand(train), _expand(val)
 
-    def expand(text: str) -> tuple[str, ...]:
-        bounds = [run.split("-") for run in text.split()]
-        return tuple(
-            f"scene-{n:04d}" for low, high in bounds for n in range(int(low), int(high) + 1)
-        )
 
-    return expand(runs[0]), expand(runs[1])
+def _expand(runs: str) -> tuple[str, ...]:
+    bounds = [map(int, run.split("-")) for run in runs.split()]
+    return tuple(f"scene-{n:04d}" for low, high in bounds for n in range(low, high + 1))
 
 
 def make_token(*what: object) -> str:
@@ -90,20 +73,19 @@ def make_token(*what: object) -> str:
     return hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=16).hexdigest()
 
 
+def _make_row(table: str, key: str, **fields: object) -> Row:
+    return {"token": make_token(table, key), **fields}
+
+
 def fixed_tables(rig: str) -> dict[str, list[Row]]:
     """Tables with the same rows in every data set of a rig."""
     return {
         "category": [
-            {
-                "token": make_token("category", name),
-                "name": name,
-                "description": f"{name.split('.')[-1]}.",
-            }
+            _make_row("category", name, name=name, description=f"{name.split('.')[-1]}.")
             for name in _CATEGORIES
         ],
         "attribute": [
-            {"token": make_token("attribute", name), "name": name, "description": f"{name}."}
-            for name in ATTRIBUTES
+            _make_row("attribute", name, name=name, description=f"{name}.") for name in ATTRIBUTES
         ],
         "visibility": [
             {
@@ -114,11 +96,7 @@ def fixed_tables(rig: str) -> dict[str, list[Row]]:
             for token, low, high in _VISIBILITY
         ],
         "sensor": [
-            {
-                "token": make_token("sensor", channel),
-                "channel": channel,
-                "modality": modality_of(channel),
-            }
+            _make_row("sensor", channel, channel=channel, modality=modality_of(channel))
             for channel in list_channels(rig)
         ],
     }
@@ -127,8 +105,3 @@ def fixed_tables(rig: str) -> dict[str, list[Row]]:
 def visibility_token(share: float) -> str:
     """Visibility token of a visible share 0..1."""
     return "1" if share <= 0.4 else "2" if share <= 0.6 else "3" if share <= 0.8 else "4"
-
-
-def vehicle_of(scene_number: int) -> str:
-    """The vehicle that drove a scene."""
-    return VEHICLES[scene_number % len(VEHICLES)]

@@ -1,9 +1,9 @@
 """Writes one scene: sensor files and table rows."""
 
 import json
-from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from bev_lightning.data.synthetic.rays import count_inside
 from bev_lightning.data.synthetic.rig import (
     LIDAR,
     RADARS,
+    VEHICLES,
     Array,
     Mount,
     build_rig,
@@ -25,14 +26,15 @@ from bev_lightning.data.synthetic.rig import (
     quaternion_from_rotation,
     rotation_from_euler,
 )
-from bev_lightning.data.synthetic.scene import Scene
 from bev_lightning.data.synthetic.tables import (
     LOCATION,
     Row,
     make_token,
-    vehicle_of,
     visibility_token,
 )
+
+if TYPE_CHECKING:
+    from bev_lightning.data.synthetic.dataset import SyntheticSpec
 
 KEY_FRAME_US = 500_000
 ANNOTATED_M = 60.0  # objects beyond this distance from the ego have no annotation
@@ -42,47 +44,26 @@ _CAN_STEP_US = 20_404  # the pose messages of nuScenes come at 49 Hz
 _GRAVITY = 9.81
 
 
-@dataclass(frozen=True)
-class SceneJob:
-    """Arguments of one scene; see SyntheticSpec for the fields."""
+def write_scene(
+    root: Path, spec: "SyntheticSpec", name: str
+) -> tuple[dict[str, list[Row]], tuple[Array, Array]]:
+    """Write one scene under ``root``; its content depends on its seed and name alone.
 
-    root: Path
-    name: str
-    seed: int
-    num_frames: int
-    num_objects: int
-    image_size: tuple[int, int]
-    num_beams: int
-    num_azimuths: int
-    sweeps_per_frame: int
-    rig: str
+    Returns:
+        rows by table, and the edges of the road ``(S, 2)`` left and right, for the map mask.
+    """
+    return _SceneWriter(root, spec, name).write()
 
 
-@dataclass
-class SceneRows:
-    """Rows by table, and the edges of the road ``(S, 2)`` left and right, for the map mask."""
-
-    rows: dict[str, list[Row]]
-    road: tuple[Array, Array]
-
-
-def write_scene(job: SceneJob) -> SceneRows:
-    """Write one scene under ``job.root``; its content depends on its seed and name alone."""
-    return _SceneWriter(job).write()
-
-
-@dataclass
 class _SceneWriter:
-    job: SceneJob
-    rows: dict[str, list[Row]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        job = self.job
-        self.number = int(job.name.removeprefix("scene-"))
-        self.vehicle = vehicle_of(self.number)
-        self.rig = build_rig(self.vehicle, job.image_size, job.seed, job.rig)
-        self.rng = np.random.default_rng([job.seed, self.number])
-        self.scene: Scene = build_scene(self.rng, job.num_frames, job.num_objects)
+    def __init__(self, root: Path, spec: "SyntheticSpec", name: str) -> None:
+        self.root, self.spec, self.name = root, spec, name
+        self.ego_poses: list[Row] = []
+        self.number = int(name.removeprefix("scene-"))
+        self.vehicle = VEHICLES[self.number % len(VEHICLES)]
+        self.rig = build_rig(self.vehicle, spec.image_size, spec.seed, spec.rig)
+        self.rng = np.random.default_rng([spec.seed, self.number])
+        self.scene = build_scene(self.rng, spec.frames_per_scene, spec.objects_per_scene)
         self.start_us = _EPOCH_US + _SCENE_US * self.number
         self.log = (
             f"{self.vehicle}-2018-06-26-{self.number // 60:02d}-{self.number % 60:02d}-00+0000"
@@ -93,47 +74,26 @@ class _SceneWriter:
         self.counts = np.zeros((2, num), np.int64)  # lidar points, radar points
 
     def token(self, *what: object) -> str:
-        return make_token(self.job.seed, self.job.name, *what)
+        return make_token(self.spec.seed, self.name, *what)
 
     def seconds(self, time_us: int) -> float:
         return (time_us - self.start_us) * 1e-6
 
-    def write(self) -> SceneRows:
-        job, scene = self.job, self.scene
-        samples = [self.token("sample", k) for k in range(job.num_frames)]
+    def write(self) -> tuple[dict[str, list[Row]], tuple[Array, Array]]:
+        scene, sweeps = self.scene, self.spec.sweeps_per_frame
+        samples = [self.token("sample", k) for k in range(self.spec.frames_per_scene)]
         annotations: dict[int, list[Row]] = {}
         for k, sample in enumerate(samples):
             key_us = self.start_us + k * KEY_FRAME_US
             self.pixels[:], self.counts[:] = 0, 0
-            for sweep in range(job.sweeps_per_frame, -1, -1):
-                time_us = key_us - sweep * KEY_FRAME_US // (job.sweeps_per_frame + 1)
+            for sweep in range(sweeps, -1, -1):
+                time_us = key_us - sweep * KEY_FRAME_US // (sweeps + 1)
                 for channel in (LIDAR, *RADARS) if sweep else self.rig:
                     self._record(channel, sample, time_us, is_key=sweep == 0)
             self._annotate(k, sample, key_us, annotations)
-        instances = []
-        for n, chain in sorted(annotations.items()):
-            _link(chain)
-            instances.append(
-                {
-                    "token": self.token("instance", n),
-                    "category_token": make_token("category", scene.categories[n]),
-                    "nbr_annotations": len(chain),
-                    "first_annotation_token": chain[0]["token"],
-                    "last_annotation_token": chain[-1]["token"],
-                }
-            )
-        for chain in self.chains.values():
-            _link(chain)
-        sample_rows: list[Row] = [
-            {
-                "token": token,
-                "timestamp": self.start_us + k * KEY_FRAME_US,
-                "scene_token": self.token("scene"),
-            }
-            for k, token in enumerate(samples)
-        ]
-        _link(sample_rows)
-        self.rows |= {
+        objects = sorted(annotations.items())
+        rows: dict[str, list[Row]] = {
+            "ego_pose": self.ego_poses,
             "log": [
                 {
                     "token": self.token("log"),
@@ -150,25 +110,42 @@ class _SceneWriter:
                     "nbr_samples": len(samples),
                     "first_sample_token": samples[0],
                     "last_sample_token": samples[-1],
-                    "name": job.name,
+                    "name": self.name,
                     "description": "Synthetic: " + self._describe(),
                 }
             ],
-            "sample": sample_rows,
-            "instance": instances,
-            "sample_annotation": [row for _, chain in sorted(annotations.items()) for row in chain],
-            "sample_data": [row for chain in self.chains.values() for row in chain],
+            "sample": _link(
+                [
+                    {
+                        "token": token,
+                        "timestamp": self.start_us + k * KEY_FRAME_US,
+                        "scene_token": self.token("scene"),
+                    }
+                    for k, token in enumerate(samples)
+                ]
+            ),
+            "instance": [
+                {
+                    "token": self.token("instance", n),
+                    "category_token": make_token("category", scene.categories[n]),
+                    "nbr_annotations": len(chain),
+                    "first_annotation_token": chain[0]["token"],
+                    "last_annotation_token": chain[-1]["token"],
+                }
+                for n, chain in objects
+            ],
+            "sample_annotation": [row for _, chain in objects for row in _link(chain)],
+            "sample_data": [row for chain in self.chains.values() for row in _link(chain)],
             "calibrated_sensor": [
                 self._calibration(channel, mount) for channel, mount in self.rig.items()
             ],
         }
         self._write_can_bus()
-        road = scene.road
-        return SceneRows(self.rows, (road.line(11.4)[::8], road.line(-7.8)[::8]))
+        return rows, (scene.road.line(11.4)[::8], scene.road.line(-7.8)[::8])
 
     def _record(self, channel: str, sample: str, time_us: int, is_key: bool) -> None:
         """Write one sensor file, and add its sample_data and ego_pose rows."""
-        job, mount = self.job, self.rig[channel]
+        spec, mount, key_us = self.spec, self.rig[channel], time_us
         time_us += round(mount.delay_s * 1e6)
         time_s = self.seconds(time_us)
         ego_pose = self.scene.ego_pose(time_s)
@@ -178,7 +155,7 @@ class _SceneWriter:
             payload, suffix = self._encode_image(mount, pose, time_s), "jpg"
         elif modality == "lidar":
             points, _ = scan_lidar(
-                self.scene, pose, time_s, job.num_beams, job.num_azimuths, self.rng
+                self.scene, pose, time_s, spec.num_beams, spec.num_azimuths, self.rng
             )
             payload, suffix = points.tobytes(), "pcd.bin"
             if is_key:
@@ -188,11 +165,10 @@ class _SceneWriter:
             payload, suffix = pack_returns(returns), "pcd"
             if is_key:
                 xyz = np.stack([returns[axis] for axis in "xyz"], axis=1).astype(np.float64)
-                key_s = self.seconds(time_us - round(mount.delay_s * 1e6))
-                self._count(1, xyz, pose, key_s)
+                self._count(1, xyz, pose, self.seconds(key_us))
         folder = "samples" if is_key else "sweeps"
         name = f"{folder}/{channel}/{self.log}__{channel}__{time_us}.{suffix}"
-        (job.root / name).write_bytes(payload)
+        (self.root / name).write_bytes(payload)
         token = self.token(channel, time_us)
         height, width = mount.image_size
         self.chains[channel].append(
@@ -209,12 +185,12 @@ class _SceneWriter:
                 "filename": name,
             }
         )
-        self.rows.setdefault("ego_pose", []).append(
+        self.ego_poses.append(
             {
                 "token": token,
                 "timestamp": time_us,
                 "rotation": quaternion_from_rotation(ego_pose[:3, :3]),
-                "translation": [float(x) for x in ego_pose[:3, 3]],
+                "translation": ego_pose[:3, 3].tolist(),
             }
         )
 
@@ -236,11 +212,11 @@ class _SceneWriter:
         """Add a row of each object within reach at a key frame to the object's chain."""
         scene, time_s = self.scene, self.seconds(time_us)
         poses, ego = scene.object_poses(time_s), scene.ego_pose(time_s)[:2, 3]
-        for n, (x, y, yaw) in enumerate(poses):
+        for n, (x, y, yaw) in enumerate(poses.tolist()):
             if not scene.categories[n] or np.hypot(x - ego[0], y - ego[1]) > ANNOTATED_M:
                 continue
             seen, coverable = self.pixels[:, n]
-            length, width, height = (float(v) for v in scene.sizes[n])
+            length, width, height = scene.sizes[n].tolist()
             attribute = scene.attributes[n]
             annotations.setdefault(n, []).append(
                 {
@@ -249,9 +225,9 @@ class _SceneWriter:
                     "instance_token": self.token("instance", n),
                     "visibility_token": visibility_token(seen / max(coverable, 1)),
                     "attribute_tokens": [make_token("attribute", attribute)] if attribute else [],
-                    "translation": [float(x), float(y), height / 2],
+                    "translation": [x, y, height / 2],
                     "size": [width, length, height],
-                    "rotation": quaternion_from_rotation(rotation_from_euler(0.0, 0.0, float(yaw))),
+                    "rotation": quaternion_from_rotation(rotation_from_euler(0.0, 0.0, yaw)),
                     "num_lidar_pts": int(self.counts[0, n]),
                     "num_radar_pts": int(self.counts[1, n]),
                 }
@@ -261,7 +237,7 @@ class _SceneWriter:
         row: Row = {
             "token": self.token("calibration", channel),
             "sensor_token": make_token("sensor", channel),
-            "translation": [float(x) for x in mount.ego_from_sensor[:3, 3]],
+            "translation": mount.ego_from_sensor[:3, 3].tolist(),
             "rotation": quaternion_from_rotation(mount.ego_from_sensor[:3, :3]),
             "camera_intrinsic": [] if mount.intrinsic is None else mount.intrinsic.tolist(),
         }
@@ -276,8 +252,8 @@ class _SceneWriter:
 
     def _write_can_bus(self) -> None:
         """Write the pose messages of the CAN bus, on flat ground as in nuScenes."""
-        scene, rng = self.scene, np.random.default_rng([self.job.seed, self.number, 1])
-        last_us = self.start_us + (self.job.num_frames - 1) * KEY_FRAME_US + 200_000
+        scene, rng = self.scene, np.random.default_rng([self.spec.seed, self.number, 1])
+        last_us = self.start_us + (self.spec.frames_per_scene - 1) * KEY_FRAME_US + 200_000
         messages = []
         for time_us in range(self.start_us - 100_000, last_us, _CAN_STEP_US):
             time_s = self.seconds(time_us)
@@ -299,14 +275,15 @@ class _SceneWriter:
                     "vel": [speed, 0.0, 0.0],
                 }
             )
-        (self.job.root / "can_bus" / f"{self.job.name}_pose.json").write_text(json.dumps(messages))
+        (self.root / "can_bus" / f"{self.name}_pose.json").write_text(json.dumps(messages))
 
 
-def _link(chain: list[Row]) -> None:
-    """Set prev and next of chronological rows."""
+def _link(chain: list[Row]) -> list[Row]:
+    """Set prev and next of chronological rows, and return them."""
     tokens = ["", *(row["token"] for row in chain), ""]
     for i, row in enumerate(chain):
         row["prev"], row["next"] = tokens[i], tokens[i + 2]
+    return chain
 
 
 def make_folders(root: Path, rig: str) -> None:

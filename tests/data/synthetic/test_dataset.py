@@ -86,7 +86,7 @@ def test_a_run_that_dies_leaves_nothing_that_passes_for_a_data_set(
 ) -> None:
     root, spec = tmp_path / "set", replace(SPEC, num_train_scenes=0)
 
-    def die(job: object) -> None:
+    def die(*job: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
