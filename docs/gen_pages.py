@@ -10,7 +10,7 @@ CONF = ROOT / "conf"
 PACKAGE = ROOT / "bev_lightning"
 SUBGROUPS = {"data": ("sensors", "gt_sampling")}
 INTRODUCTIONS = {
-    "accumulation": "Micro-steps whose gradients one optimizer step sums up. Axis 3 of the machine.",
+    "accumulation": "Micro-steps per optimizer step. Axis 3 of the machine.",
     "bench": "What `python -m bev_lightning.bench bench=NAME` measures.",
     "callbacks": "Checkpoints, progress, speed, pictures and checks during a training.",
     "data": "Data set, splits, classes, augmentation. `data/sensors` is the sensor rig, "
@@ -20,7 +20,7 @@ INTRODUCTIONS = {
     "hardware": "Devices and their memory. Axis 1 of the machine: `auto`, `cpu`, or "
     "`{nodes}n{cards}x{card}`.",
     "loader": "How files become batches; all give the same samples in the same order.",
-    "logger": "Where metrics go. Any Lightning logger can be added, see [Extending](../extending.md).",
+    "logger": "Where metrics go. For any other Lightning logger see [Extending](../extending.md).",
     "model": "Detectors. Files that begin with `_` are shared parts.",
     "optim": "Optimizer: any `torch.optim` class, and how its rate follows the batch.",
     "paths": "Folders for data, caches and results.",
@@ -73,10 +73,12 @@ for group in groups:
 index = [
     "# Configuration",
     "",
-    "One file for each command lists its groups, with the choices beside them. On the command line "
-    "`GROUP=CHOICE` replaces a group and `KEY=VALUE` a value; `--cfg job` shows the result without "
-    "running it. Precedence: command line, `experiment=`, other groups. This machine's own values "
-    "go to `conf/local/default.yaml`, which git ignores.",
+    (
+        "One file for each command lists its groups, with the choices beside them. On the command line "
+        "`GROUP=CHOICE` replaces a group and `KEY=VALUE` a value; `--cfg job` shows the result without "
+        "running it. Precedence: command line, `experiment=`, other groups. This machine's own values "
+        "go to `conf/local/default.yaml`, which git ignores."
+    ),
     "",
     "Groups: " + ", ".join(f"[{group}]({group}.md)" for group in groups) + ".",
 ]
