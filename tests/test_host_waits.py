@@ -83,7 +83,7 @@ def find_waits(name: str, head: str, monkeypatch: pytest.MonkeyPatch) -> dict[st
                 module.network.head = TransFusionHead(grid, 96, num_queries=50, num_layers=2)
                 module.loss = BEVFusionLoss(TransFusionLoss())
         with waits:
-            module._losses(module(batch), batch)
+            module.compute_loss(module(batch), batch)
     return dict(waits.found)
 
 

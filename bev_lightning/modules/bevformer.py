@@ -5,19 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bev_lightning.losses.protocol import DetectionLoss
-from bev_lightning.metrics.nuscenes import NuScenesEvaluator
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
 from bev_lightning.models.protocol import ModelPartition, RowParallel
 from bev_lightning.modules.detection import DetectionModule
-from bev_lightning.modules.optimizer import OptimizerFactory
-from bev_lightning.structures import Batch, Inputs
+from bev_lightning.structures import Batch
 from bev_lightning.structures.geometry import wrap_angle, yaw_of
 from bev_lightning.structures.predictions import BEVFormerPredictions
 
@@ -63,17 +60,8 @@ class BEVFormerModule(DetectionModule):
 
     network: BEVFormer
 
-    def __init__(
-        self,
-        network: nn.Module,
-        loss: DetectionLoss,
-        inputs: Inputs,
-        classes: Sequence[str],
-        optim: OptimizerFactory | None = None,
-        evaluator: NuScenesEvaluator | None = None,
-        loss_norm: Literal["batch", "effective"] = "batch",
-    ) -> None:
-        super().__init__(network, loss, inputs, classes, optim, evaluator, loss_norm)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._scenes: OrderedDict[str, SceneState] = OrderedDict()
 
     def forward(self, batch: Batch) -> BEVFormerPredictions:
@@ -91,22 +79,6 @@ class BEVFormerModule(DetectionModule):
         """Drop the previous maps of all scenes."""
         self._scenes.clear()
 
-    def on_validation_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
-        self.reset_memory()
-
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self.reset_memory()
-
-    def on_predict_epoch_start(self) -> None:
-        super().on_predict_epoch_start()
-        self.reset_memory()
-
-    def on_predict_epoch_end(self) -> None:
-        super().on_predict_epoch_end()
-        self.reset_memory()
-
     @torch.no_grad()
     def encode_history(self, batch: Batch) -> PreviousBev | None:
         """The previous frame's map, computed from the batch's history."""
@@ -117,9 +89,8 @@ class BEVFormerModule(DetectionModule):
             for frame, maps in zip(batch.history, self.network.extract(batch.history), strict=True):
                 if previous is not None:
                     previous = replace(previous, valid=frame.has_previous)
-                previous = PreviousBev(
-                    self.network.encode(frame, maps, previous), batch.has_previous
-                )
+                bev = self.network.encode(frame, maps, previous)
+                previous = PreviousBev(bev, batch.has_previous)
         return previous
 
     def _stream(self, batch: Batch) -> BEVFormerPredictions:
@@ -130,7 +101,9 @@ class BEVFormerModule(DetectionModule):
         for rows in _group_rows(batch):
             index = torch.tensor(rows, device=batch.has_previous.device)
             states = [self._find_state(batch, row, encode_history) for row in rows]
-            frame, previous = _add_motion(_select(batch, index), states)
+            # The encoder's inputs alone.
+            frame = replace(batch, points=None, radar=None, targets=None, history=()).rows(rows)
+            frame, previous = _add_motion(frame, states)
             encoded = self.network.encode(frame, [m[index] for m in maps], previous)
             for row, bev in zip(rows, encoded, strict=True):
                 bevs[row] = bev
@@ -166,50 +139,19 @@ class BEVFormerModule(DetectionModule):
 
 
 def _state(batch: Batch, row: int, bev: Tensor) -> SceneState:
-    return SceneState(
-        int(batch.timestamps[row]),
-        bev,
-        batch.global_from_lidar[row],
-        batch.global_from_ego[row],
-    )
+    poses = batch.global_from_lidar[row], batch.global_from_ego[row]
+    return SceneState(int(batch.timestamps[row]), bev, *poses)
 
 
 def _group_rows(batch: Batch) -> list[list[int]]:
     """Rows in groups that can be encoded together: each scene's first frame in the batch, then its
     second and so on, in temporal order."""
-    times = batch.timestamps.tolist()
-    seen: dict[str, list[int]] = {}
-    for scene, time in sorted(set(zip(batch.scene_tokens, times, strict=True))):
-        seen.setdefault(scene, []).append(time)
-    groups: dict[int, list[int]] = {}
-    for row, (scene, time) in enumerate(zip(batch.scene_tokens, times, strict=True)):
-        groups.setdefault(seen[scene].index(time), []).append(row)
-    return [groups[number] for number in sorted(groups)]
-
-
-def _select(batch: Batch, index: Tensor) -> Batch:
-    """The encoder's inputs for some rows."""
-    cameras, rows = batch.cameras, index.tolist()
-    if cameras is not None:
-        cameras = replace(
-            cameras, images=cameras.images[index], image_from_lidar=cameras.image_from_lidar[index]
-        )
-    return replace(
-        batch,
-        sample_tokens=tuple(batch.sample_tokens[row] for row in rows),
-        scene_tokens=tuple(batch.scene_tokens[row] for row in rows),
-        timestamps=batch.timestamps[index],
-        global_from_lidar=batch.global_from_lidar[index],
-        global_from_ego=batch.global_from_ego[index],
-        lidar_from_previous_lidar=batch.lidar_from_previous_lidar[index],
-        has_previous=batch.has_previous[index],
-        can_bus=None if batch.can_bus is None else batch.can_bus[index],
-        cameras=cameras,
-        points=None,
-        radar=None,
-        targets=None,
-        history=(),
-    )
+    frames = list(zip(batch.scene_tokens, batch.timestamps.tolist(), strict=True))
+    num_earlier = [len({t for s, t in frames if s == scene and t < time}) for scene, time in frames]
+    return [
+        [row for row, number in enumerate(num_earlier) if number == group]
+        for group in range(max(num_earlier) + 1)
+    ]
 
 
 def _add_motion(
@@ -222,24 +164,20 @@ def _add_motion(
     """
     known = [state for state in states if state is not None]
     valid = torch.tensor([s is not None for s in states], device=batch.has_previous.device)
-    lidar_pose, ego_pose = batch.global_from_lidar, batch.global_from_ego
     previous = None
     if known:
         blank = torch.zeros_like(known[0].bev)
         maps = [blank if state is None else state.bev for state in states]
         previous = PreviousBev(torch.stack(maps), valid)
-        lidar_pose = torch.stack(
-            [
-                own if s is None else s.global_from_lidar
-                for s, own in zip(states, lidar_pose, strict=True)
-            ]
+    lidar_pose, ego_pose = (
+        torch.stack(
+            [o if s is None else getattr(s, name) for s, o in zip(states, own, strict=True)]
         )
-        ego_pose = torch.stack(
-            [
-                own if s is None else s.global_from_ego
-                for s, own in zip(states, ego_pose, strict=True)
-            ]
+        for name, own in (
+            ("global_from_lidar", batch.global_from_lidar),
+            ("global_from_ego", batch.global_from_ego),
         )
+    )
     pose = torch.linalg.inv(batch.global_from_lidar) @ lidar_pose
     can_bus = batch.can_bus
     if can_bus is not None:

@@ -19,12 +19,7 @@ from bev_lightning.errors import InputError
 from bev_lightning.losses.protocol import DetectionLoss
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator, Scores
 from bev_lightning.metrics.submission import Entries, to_entries
-from bev_lightning.models.protocol import (
-    ModelPartition,
-    ReadsCanBus,
-    RowParallel,
-    SupportsPipeline,
-)
+from bev_lightning.models.protocol import ModelPartition, ReadsCanBus, RowParallel, SupportsPipeline
 from bev_lightning.modules.optimizer import OptimizerFactory, match_multipliers
 from bev_lightning.modules.tta import TestTimeAugmentation, merge_views, view_batch
 from bev_lightning.structures import Batch, Boxes3D, Inputs
@@ -75,7 +70,7 @@ class DetectionModule(L.LightningModule):
         train_loss: of the last micro-step, on the device; None before the first.
         results: submission entries of the last validation or prediction, on rank 0; an empty list
             for each sample without results (``data.on_missing=skip``).
-        scores, scored_step: of the last validation, and its optimizer step.
+        scores: of the last validation.
         samples_per_s: samples of all processes per second in the last validation, on rank 0;
             without the time for the metric.
     """
@@ -103,7 +98,6 @@ class DetectionModule(L.LightningModule):
         self.evaluator = evaluator
         self.provenance: dict[str, Any] = {}
         self.scores: Scores | None = None
-        self.scored_step = -1
         self.samples_per_s = 0.0
         self._began = 0.0
         self.results: Entries = {}
@@ -172,16 +166,17 @@ class DetectionModule(L.LightningModule):
         """Log the loss terms of a training step; returns the step's outputs for Lightning."""
         loss = torch.stack(list(terms.values())).sum()
         self.train_loss = loss.detach()
-        logged = {f"train/{name}": value.detach() for name, value in terms.items()}
-        self.log_dict({"train/loss": loss.detach(), **logged}, batch_size=batch.size)
-        return {
-            "loss": loss,
-            "terms": {name: value.detach() for name, value in terms.items()},
-            "sample_tokens": batch.sample_tokens,
-        }
+        terms = {name: value.detach() for name, value in terms.items()}
+        logged = {f"train/{name}": value for name, value in terms.items()}
+        self.log_dict({"train/loss": self.train_loss, **logged}, batch_size=batch.size)
+        return {"loss": loss, "terms": terms, "sample_tokens": batch.sample_tokens}
+
+    def reset_memory(self) -> None:
+        """Drop what the network remembers of earlier frames, before and after an evaluation."""
 
     def on_validation_epoch_start(self) -> None:
         self.results = {}
+        self.reset_memory()
         self._began = time.perf_counter()
         if dist.is_initialized():
             # Batch-norm statistics differ between processes; score with those of rank 0, which a
@@ -200,6 +195,7 @@ class DetectionModule(L.LightningModule):
         return {"boxes": self._store_results(predictions, batch)}
 
     def on_validation_epoch_end(self) -> None:
+        self.reset_memory()
         found = self._gather(self.results)
         self.samples_per_s = len(found) / (time.perf_counter() - self._began)
         if self.trainer.sanity_checking:
@@ -221,13 +217,14 @@ class DetectionModule(L.LightningModule):
         if isinstance(scores[0], Exception):
             raise scores[0]  # on every process, so that none waits for rank 0
         assert scores[0] is not None
-        self.scores, self.scored_step = scores[0], self.global_step
+        self.scores = scores[0]
         # Equal on all processes already; without sync_dist Lightning warns.
         values = {f"val/{name}": value for name, value in self.scores.to_log().items()}
         self.log_dict(values, sync_dist=True)
 
     def on_predict_epoch_start(self) -> None:
         self.results = {}
+        self.reset_memory()
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Boxes3D:
         return self._store_results(self(batch), batch)
@@ -241,6 +238,7 @@ class DetectionModule(L.LightningModule):
         return self._detect(self(batch), batch)
 
     def on_predict_epoch_end(self) -> None:
+        self.reset_memory()
         self.results = self._select_expected("predict", self._gather(self.results))
 
     def configure_optimizers(self) -> Any:
@@ -283,12 +281,11 @@ class DetectionModule(L.LightningModule):
         frozen = {parameters[name] for name, multiplier in multipliers.items() if multiplier == 0}
         for parameter in frozen:
             parameter.requires_grad_(False)
-        frozen_modules = []
-        for module in self.modules():
-            own = set(module.parameters())
-            if own and own <= frozen:
-                frozen_modules.append(module.eval())
-        return frozen_modules
+        return [
+            module.eval()
+            for module in self.modules()
+            if (own := set(module.parameters())) and own <= frozen
+        ]
 
     def _sum_normalizers(self, window: Sequence[Batch]) -> dict[str, Tensor]:
         """Normalizers of each loss term over all micro-steps and processes of an optimizer step.
@@ -327,9 +324,8 @@ class DetectionModule(L.LightningModule):
         """Decode predictions and keep them as submission entries; returns the boxes."""
         boxes = self._detect(predictions, batch)
         names = None if self.evaluator is None else self.evaluator.detection_names
-        entries = to_entries(
-            boxes, batch.global_from_lidar, batch.sample_tokens, self.classes, names
-        )
+        tokens = batch.sample_tokens
+        entries = to_entries(boxes, batch.global_from_lidar, tokens, self.classes, names)
         # The first result is kept: a repeated sample ran without the memory of the previous frame.
         for token, found in entries.items():
             self.results.setdefault(token, found)
@@ -370,11 +366,8 @@ class DetectionModule(L.LightningModule):
         data = self._datamodule()
         if data is None:
             return found
-        if name == "val":
-            limits, batches = self.trainer.num_val_batches, self.trainer.val_dataloaders
-        else:
-            limits, batches = self.trainer.num_predict_batches, self.trainer.predict_dataloaders
-        assert batches is not None
+        limits: list[int | float] = getattr(self.trainer, f"num_{name}_batches")
+        batches: Any = getattr(self.trainer, f"{name}_dataloaders")
         cut = int(limits[0]) if limits[0] < len(batches) else None
         return {token: found.get(token, []) for token in data.list_tokens(name, cut)}
 

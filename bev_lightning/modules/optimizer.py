@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from bev_lightning.checks import check_number
+from bev_lightning.checks import check_choice, check_number
 from bev_lightning.errors import InputError
 from bev_lightning.private_apis import unscale_by_scaler
 
@@ -35,10 +35,7 @@ class WarmupSchedule:
     end_factor: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.shape not in ("cosine", "onecycle", "constant"):
-            raise InputError(
-                f"scheduler.shape={self.shape} is unknown; use cosine, onecycle or constant"
-            )
+        check_choice("scheduler.shape", self.shape, ("cosine", "onecycle", "constant"))
         for name in ("start_factor", "end_factor"):
             check_number(f"scheduler.{name}", getattr(self, name))
         if not 0 <= self.warmup <= 1:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -43,18 +44,11 @@ class TestTimeAugmentation:
     def views(self) -> Tensor:
         """``(V, 4, 4)`` view_from_lidar; the identity first."""
         matrices = []
-        for angle in (0.0, *self.rotate_deg):
+        signs_x, signs_y = ((1.0, -1.0) if flip else (1.0,) for flip in (self.flip_x, self.flip_y))
+        for angle, x, y in product((0.0, *self.rotate_deg), signs_x, signs_y):
             cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-            for x in (1.0, -1.0) if self.flip_x else (1.0,):
-                for y in (1.0, -1.0) if self.flip_y else (1.0,):
-                    matrices.append(
-                        [
-                            [x * cos, -x * sin, 0, 0],
-                            [y * sin, y * cos, 0, 0],
-                            [0, 0, 1, 0],
-                            [0, 0, 0, 1],
-                        ]
-                    )
+            linear = [[x * cos, -x * sin, 0, 0], [y * sin, y * cos, 0, 0]]
+            matrices.append([*linear, [0, 0, 1, 0], [0, 0, 0, 1]])
         return torch.tensor(matrices)
 
 
@@ -113,14 +107,10 @@ def merge_views(views: Sequence[Boxes3D], reach: float) -> Boxes3D:
     radius = (reach * boxes.size[..., :2].mean(-1)).clamp(0.3, 2.0)
     keep = circle_nms(boxes.centre[..., :2], score, radius, boxes.label, boxes.valid)
     # Exact differences: the matrix-product formula is off by decimetres 50 m from the origin.
-    distance = torch.cdist(
-        boxes.centre[..., :2],
-        boxes.centre[..., :2],
-        compute_mode="donot_use_mm_for_euclid_dist",
-    )
-    near = (distance <= radius.unsqueeze(-1)) & (
-        boxes.label.unsqueeze(-1) == boxes.label.unsqueeze(-2)
-    )
+    xy = boxes.centre[..., :2]
+    distance = torch.cdist(xy, xy, compute_mode="donot_use_mm_for_euclid_dist")
+    near = distance <= radius.unsqueeze(-1)
+    near &= boxes.label.unsqueeze(-1) == boxes.label.unsqueeze(-2)
     near &= keep.unsqueeze(-1) & boxes.valid.unsqueeze(-2)  # (B, kept, member)
     weight = near * score.unsqueeze(-2)
     total = weight.sum(-1, keepdim=True).clamp(min=1e-12)

@@ -96,7 +96,7 @@ class HybridStrategy(DDPStrategy):
                 f"{batch.size} samples; set data.batch_size to a multiple"
             )
         size = batch.size // self.micro_batches
-        micro = [batch.rows(i * size, (i + 1) * size) for i in range(self.micro_batches)]
+        micro = [batch.rows(range(i * size, (i + 1) * size)) for i in range(self.micro_batches)]
         parameters = self._parameters
         held = [parameter.grad for parameter in parameters]
         for parameter in parameters:

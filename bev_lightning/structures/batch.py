@@ -92,17 +92,21 @@ class Batch:
         """Move to a device. Pass no dtype: poses are float64, and integers keep their type."""
         return _map_tensors(self, lambda value: value.to(*args, **kwargs))
 
-    def rows(self, start: int, stop: int) -> "Batch":
-        """The samples ``start`` to ``stop - 1``, with their history."""
-        part = _map_tensors(self, lambda value: value[start:stop])
-        return part._with_tokens(start, stop)
+    def rows(self, rows: Sequence[int]) -> "Batch":
+        """Some samples, with their history; of a range (of step 1) without copies."""
+        index = (
+            slice(rows.start, rows.stop)
+            if isinstance(rows, range)
+            else torch.tensor(rows, device=self.timestamps.device)
+        )
+        return _map_tensors(self, lambda value: value[index])._with_tokens(rows)
 
-    def _with_tokens(self, start: int, stop: int) -> "Batch":
+    def _with_tokens(self, rows: Sequence[int]) -> "Batch":
         return replace(
             self,
-            sample_tokens=self.sample_tokens[start:stop],
-            scene_tokens=self.scene_tokens[start:stop],
-            history=tuple(frame._with_tokens(start, stop) for frame in self.history),
+            sample_tokens=tuple(self.sample_tokens[row] for row in rows),
+            scene_tokens=tuple(self.scene_tokens[row] for row in rows),
+            history=tuple(frame._with_tokens(rows) for frame in self.history),
         )
 
     def pin_memory(self) -> "Batch":
