@@ -97,10 +97,10 @@ def test_kernels_give_the_loss_and_gradients_of_the_references(name: str) -> Non
         batch = make_batch(module.inputs, 10, size=2, num_boxes=10).to(device)
         if reference:
             with use_reference():
-                loss = torch.stack(list(module._losses(module(batch), batch).values())).sum()
+                loss = torch.stack(list(module.compute_loss(module(batch), batch).values())).sum()
                 loss.backward()
         else:
-            loss = torch.stack(list(module._losses(module(batch), batch).values())).sum()
+            loss = torch.stack(list(module.compute_loss(module(batch), batch).values())).sum()
             loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
         results.append((float(loss), float(norm)))
@@ -115,7 +115,7 @@ def test_a_compiled_bevformer_gives_the_loss_of_the_eager_one() -> None:
         if scope != "off":
             compile_network(module.network, "regions", fullgraph=True)
         batch = make_batch(module.inputs, 10, size=2, num_boxes=10).to("cuda")
-        loss = torch.stack(list(module._losses(module(batch), batch).values())).sum()
+        loss = torch.stack(list(module.compute_loss(module(batch), batch).values())).sum()
         loss.backward()
         losses.append(float(loss))
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
@@ -125,12 +125,12 @@ def test_a_step_of_bevformer_never_waits_but_for_the_costs() -> None:
     module = make_module("bevformer_toy").cuda()
     batch = make_batch(module.inputs, 10, size=2, num_boxes=10).to("cuda")
     for _ in range(2):  # kernels are built and tuned in the first
-        torch.stack(list(module._losses(module(batch), batch).values())).sum().backward()
+        torch.stack(list(module.compute_loss(module(batch), batch).values())).sum().backward()
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        torch.stack(list(module._losses(module(batch), batch).values())).sum().backward()
+        torch.stack(list(module.compute_loss(module(batch), batch).values())).sum().backward()
         torch.cuda.set_sync_debug_mode("default")
     # The wait for the costs is one for an event, which this mode does not count.
     waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]

@@ -6,13 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bev_lightning.losses.functional import (
-    CODE_WEIGHTS,
-    gaussian_focal_loss,
-    masked_l1_loss,
-    normalizer,
-)
-from bev_lightning.losses.heatmap import gaussian_heatmap
+from bev_lightning.losses.functional import CODE_WEIGHTS, masked_l1_loss, normalizer
+from bev_lightning.losses.heatmap import count_peaks, heatmap_loss
 from bev_lightning.structures import Batch, Boxes3D
 from bev_lightning.structures.constants import constant
 from bev_lightning.structures.predictions import BoxCodec, HeatmapPredictions
@@ -26,7 +21,7 @@ class CentreLoss:
     Args:
         box_weight, heatmap_weight: of the two terms.
         code_weights: of the ten numbers of a box in the L1 term.
-        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+        min_radius_cells: see :func:`bev_lightning.losses.heatmap.gaussian_heatmap`.
     """
 
     def __init__(
@@ -34,12 +29,11 @@ class CentreLoss:
         box_weight: float = 0.25,
         heatmap_weight: float = 1.0,
         code_weights: Sequence[float] = CODE_WEIGHTS,
-        min_overlap: float = 0.1,
         min_radius_cells: int = 2,
     ) -> None:
         self.box_weight, self.heatmap_weight = box_weight, heatmap_weight
         self.code_weights = tuple(map(float, code_weights))
-        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+        self.min_radius_cells = min_radius_cells
 
     def __call__(
         self,
@@ -47,40 +41,31 @@ class CentreLoss:
         targets: Boxes3D,
         normalizers: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Weighted scalars ``heatmap`` and ``box``.
-
-        Args:
-            normalizers: what each term is divided by; None for the batch's own
-                :meth:`normalizers`.
-        """
+        """Weighted scalars ``heatmap`` and ``box``."""
         codec, logits = predictions.codec, predictions.heatmap
         with torch.autocast(logits.device.type, enabled=False):
-            heatmap = self._heatmap(codec, logits.shape[1], targets)
+            by_heatmap = heatmap_loss(
+                logits, targets, codec.grid, self.min_radius_cells, normalizers
+            )
             wanted = codec.encode(targets)  # (B, M, 10)
             cell, inside = self._find_cells(codec, wanted, targets.valid)
             predicted = predictions.code.flatten(2).transpose(1, 2)  # (B, Y * X, 10)
             predicted = predicted.gather(1, cell.unsqueeze(-1).expand_as(wanted))
             weight = inside.unsqueeze(-1) * constant(self.code_weights, predicted)
             by_box = masked_l1_loss(predicted, wanted, weight).sum()
-            peaks = None if normalizers is None else normalizers["heatmap"]
             return {
-                "heatmap": self.heatmap_weight * gaussian_focal_loss(logits, heatmap, peaks),
+                "heatmap": self.heatmap_weight * by_heatmap,
                 "box": self.box_weight * by_box / normalizer(inside.sum(), normalizers, "box"),
             }
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
-        """Normalizers of the terms, from the annotations of a batch: heatmap peaks, boxes in the
-        grid."""
+        """Numbers of heatmap peaks and of boxes in the grid."""
         head, targets = network.head, batch.targets
         assert targets is not None
-        heatmap = self._heatmap(head.codec, head.num_classes, targets)
-        _, inside = self._find_cells(head.codec, head.codec.encode(targets), targets.valid)
-        return {"heatmap": (heatmap == 1).sum(), "box": inside.sum()}
-
-    def _heatmap(self, codec: BoxCodec, num_classes: int, targets: Boxes3D) -> Tensor:
-        return gaussian_heatmap(
-            targets, codec.grid, num_classes, self.min_overlap, self.min_radius_cells
-        )
+        codec = head.codec
+        peaks = count_peaks(targets, codec.grid, head.num_classes, self.min_radius_cells)
+        _, inside = self._find_cells(codec, codec.encode(targets), targets.valid)
+        return {"heatmap": peaks, "box": inside.sum()}
 
     @staticmethod
     def _find_cells(codec: BoxCodec, code: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

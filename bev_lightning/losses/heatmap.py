@@ -1,8 +1,11 @@
-"""Target heatmaps: a Gaussian at every box centre, for all boxes of a batch at once."""
+"""Target heatmaps, with a Gaussian at every box centre, and the loss on them."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from bev_lightning.losses.functional import gaussian_focal_loss, normalizer
 from bev_lightning.structures import BevGrid, Boxes3D
 from bev_lightning.structures.constants import constant
 
@@ -34,13 +37,31 @@ def gaussian_heatmap(
     limit = constant((width, height), centre)
     drawn = boxes.valid & ((centre >= 0) & (centre < limit)).all(-1)
     # As published: lengths in cells along y, widths along x, whatever the heading.
-    length, width_cells = (
-        boxes.size[..., 0].float() / grid.cell[1],
-        boxes.size[..., 1].float() / grid.cell[0],
-    )
+    length = boxes.size[..., 0].float() / grid.cell[1]
+    width_cells = boxes.size[..., 1].float() / grid.cell[0]
     radius = gaussian_radius(length, width_cells, min_overlap).nan_to_num().floor()
     radius = radius.clamp(min=min_radius_cells)
     return draw_gaussians(cells, radius, drawn, boxes.label, num_classes, grid.shape)
+
+
+def heatmap_loss(
+    logits: Tensor,
+    boxes: Boxes3D,
+    grid: BevGrid,
+    min_radius_cells: int,
+    normalizers: Mapping[str, Tensor] | None,
+) -> Tensor:
+    """Gaussian focal loss of ``(B, K, Y, X)``, divided by the normalizer ``heatmap`` or, without,
+    the number of peaks. Arguments are those of :func:`gaussian_heatmap`."""
+    heatmap = gaussian_heatmap(boxes, grid, logits.shape[1], min_radius_cells=min_radius_cells)
+    count = normalizer((heatmap == 1).sum(), normalizers, "heatmap")
+    return gaussian_focal_loss(logits, heatmap, count)
+
+
+def count_peaks(boxes: Boxes3D, grid: BevGrid, num_classes: int, min_radius_cells: int) -> Tensor:
+    """Number ``()`` of peaks of :func:`gaussian_heatmap`: cells with the value 1."""
+    heatmap = gaussian_heatmap(boxes, grid, num_classes, min_radius_cells=min_radius_cells)
+    return (heatmap == 1).sum()
 
 
 def draw_gaussians(

@@ -31,7 +31,8 @@ def overlap_area(first: Tensor, second: Tensor) -> Tensor:
     start = corners + torch.stack([origin_x, origin_y], dim=-1).unsqueeze(-2)  # (..., 4, 2), CCW
     edge = start.roll(-1, dims=-2) - start
 
-    half = 0.5 * second[..., None, 2:4].expand_as(start)
+    bound = 0.5 * second[..., None, 2:4]
+    half = bound.expand_as(start)
     safe = torch.where(edge.abs() < 1e-9, torch.full_like(edge, 1e-9), edge)
     crossings = torch.stack([(-half - start) / safe, (half - start) / safe], dim=-1).clamp(0.0, 1.0)
     low, high = crossings.amin(-1), crossings.amax(-1)  # (..., 4, 2): for x and for y
@@ -39,7 +40,6 @@ def overlap_area(first: Tensor, second: Tensor) -> Tensor:
     share = torch.stack([low.amin(-1), middle.amin(-1), middle.amax(-1), high.amax(-1)], dim=-1)
     outline = start.unsqueeze(-2) + share.unsqueeze(-1) * edge.unsqueeze(-2)
     outline = torch.cat([start.unsqueeze(-2), outline], dim=-2).flatten(-3, -2)  # (..., 20, 2)
-    bound = 0.5 * second[..., None, 2:4]
     outline = torch.minimum(torch.maximum(outline, -bound), bound)
     following = outline.roll(-1, dims=-2)
     doubled = outline[..., 0] * following[..., 1] - outline[..., 1] * following[..., 0]
@@ -66,10 +66,9 @@ def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
         near = (first[..., :2] - second[..., :2]).norm(dim=-1) <= reach
         area = first.new_zeros(near.shape)
         area[near] = overlap_area(_seen_from_above(first[near]), _seen_from_above(second[near]))
-    top = torch.minimum(first[..., 2] + 0.5 * first[..., 5], second[..., 2] + 0.5 * second[..., 5])
-    bottom = torch.maximum(
-        first[..., 2] - 0.5 * first[..., 5], second[..., 2] - 0.5 * second[..., 5]
-    )
+    (z, half), (other_z, other_half) = ((b[..., 2], 0.5 * b[..., 5]) for b in (first, second))
+    top = torch.minimum(z + half, other_z + other_half)
+    bottom = torch.maximum(z - half, other_z - other_half)
     shared = area * (top - bottom).clamp(min=0.0)
     volumes = first[..., 3:6].prod(-1) + second[..., 3:6].prod(-1)
     return shared / (volumes - shared).clamp(min=1e-8)

@@ -79,9 +79,8 @@ class Matching:
         if self._arrived is not None:
             self._arrived.synchronize()
         layers, batch, _, queries = self._cost.shape
-        box = torch.empty(
-            layers, batch, queries, dtype=torch.int64, pin_memory=self._arrived is not None
-        )
+        pinned = self._arrived is not None
+        box = torch.empty(layers, batch, queries, dtype=torch.int64, pin_memory=pinned)
         solve(self._cost, box)
         box = box.to(self._device, non_blocking=True)
         overlap = torch.zeros(box.shape, device=self._device)
@@ -119,8 +118,7 @@ class TransFusionMatcher:
         distance_weight: float = 0.25,
         overlap_weight: float = 0.25,
     ) -> None:
-        self.class_weight = class_weight
-        self.distance_weight = distance_weight
+        self.class_weight, self.distance_weight = class_weight, distance_weight
         self.overlap_weight = overlap_weight
 
     @torch.no_grad()
@@ -142,17 +140,10 @@ class TransFusionMatcher:
             grid: distances are divided by its extent.
         """
         with torch.autocast(logits.device.type, enabled=False):
-            cost, overlap = self.costs(logits, boxes, labels, targets, grid)
-            return Matching(cost, valid, overlap)
-
-    def costs(
-        self, logits: Tensor, boxes: Tensor, labels: Tensor, targets: Tensor, grid: BevGrid
-    ) -> tuple[Tensor, Tensor]:
-        """Cost and overlap, ``(L, B, Q, M)`` each."""
-        overlap = pairwise_iou(boxes, targets)
-        cost = self.class_weight * focal_cost(logits, labels)
-        cost = cost + self.distance_weight * distance_cost(boxes[..., :2], targets[..., :2], grid)
-        return cost - self.overlap_weight * overlap, overlap
+            overlap = pairwise_iou(boxes, targets)
+            distance = distance_cost(boxes[..., :2], targets[..., :2], grid)
+            cost = self.class_weight * focal_cost(logits, labels) + self.distance_weight * distance
+            return Matching(cost - self.overlap_weight * overlap, valid, overlap)
 
 
 def focal_cost(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from bev_lightning.losses.functional import (
     CODE_WEIGHTS,
-    gaussian_focal_loss,
     masked_l1_loss,
     normalizer,
     sigmoid_focal_loss,
     widen,
 )
-from bev_lightning.losses.heatmap import gaussian_heatmap
+from bev_lightning.losses.heatmap import count_peaks, heatmap_loss
 from bev_lightning.losses.matching import Assignment, Matching, focal_cost
 from bev_lightning.losses.perspective import perspective_normalizers, perspective_terms
 from bev_lightning.structures import Batch, BevGrid, Boxes3D
@@ -40,7 +39,7 @@ class SetPredictionLoss:
             published code (where it never happens, because the data reader writes 0 for unknown).
             False ignores only its velocity.
         heatmap_weight: of the Gaussian focal loss, for a head whose queries start from a heatmap.
-        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+        min_radius_cells: see :func:`bev_lightning.losses.heatmap.gaussian_heatmap`.
         denoising_weight: of the class and box terms of denoising queries.
     """
 
@@ -51,7 +50,6 @@ class SetPredictionLoss:
         code_weights: Sequence[float] = CODE_WEIGHTS,
         skip_unknown_rows: bool = False,
         heatmap_weight: float = 1.0,
-        min_overlap: float = 0.1,
         min_radius_cells: int = 2,
         denoising_weight: float = 1.0,
     ) -> None:
@@ -59,7 +57,7 @@ class SetPredictionLoss:
         self.code_weights = tuple(map(float, code_weights))
         self.skip_unknown_rows = skip_unknown_rows
         self.heatmap_weight, self.denoising_weight = heatmap_weight, denoising_weight
-        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+        self.min_radius_cells = min_radius_cells
 
     def __call__(
         self,
@@ -69,38 +67,34 @@ class SetPredictionLoss:
     ) -> dict[str, Tensor]:
         """Weighted scalars ``class`` and ``box``, and if the model predicts them ``heatmap``,
         ``perspective_class``, ``perspective_depth``, ``denoising_class`` and ``denoising_box``; the
-        layers are summed.
-
-        Args:
-            normalizers: what each term is divided by; None for the batch's own
-                :meth:`normalizers`.
-        """
+        layers are summed."""
         with torch.autocast(predictions.bev.device.type, enabled=False):
             matching = self.match(predictions, targets)
             others: dict[str, Tensor] = {}
             if predictions.heatmap is not None:
-                others["heatmap"] = self.heatmap_term(predictions, targets, normalizers)
+                logits, grid = predictions.heatmap, predictions.codec.grid
+                by_heatmap = heatmap_loss(logits, targets, grid, self.min_radius_cells, normalizers)
+                others["heatmap"] = self.heatmap_weight * by_heatmap
             if predictions.perspective is not None:
                 others |= perspective_terms(predictions.perspective, targets, normalizers)
             if predictions.denoising is not None:
                 by_class, by_box = self.denoising_terms(predictions, targets, normalizers)
                 others["denoising_class"] = by_class.sum()
                 others["denoising_box"] = by_box.sum()
-            by_class, by_box = self.layer_terms(
-                predictions, targets, matching.finish(), normalizers
-            )
+            assignment = matching.finish()
+            by_class, by_box = self.layer_terms(predictions, targets, assignment, normalizers)
             return {"class": by_class.sum(), "box": by_box.sum(), **others}
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
-        """Normalizers of the terms, from the annotations of a batch: matched queries of a layer,
-        heatmap peaks, denoising queries."""
+        """Numbers of matched queries in a layer, of heatmap peaks and of denoising queries."""
         head, targets = network.head, batch.targets
         assert targets is not None
         grid = head.codec.grid
         matched = _in_range(grid, targets).sum(-1).clamp(max=head.num_queries).sum()
         normalizers = {"class": matched, "box": matched}
         if head.heatmap_start:
-            normalizers["heatmap"] = (self._heatmap(grid, head.num_classes, targets) == 1).sum()
+            peaks = count_peaks(targets, grid, head.num_classes, self.min_radius_cells)
+            normalizers["heatmap"] = peaks
         if network.perspective is not None:
             normalizers |= perspective_normalizers(network, batch)
         if head.num_denoising:
@@ -119,9 +113,8 @@ class SetPredictionLoss:
         """``(L, B, Q, M)``: the focal cost and the L1 distance of all but the velocity."""
         queries = predictions.queries
         wanted = predictions.codec.encode(targets)[None, ..., :8].nan_to_num()
-        distance = torch.cdist(
-            widen(queries.code[..., :8]), wanted.to(widen(queries.code).dtype), p=1
-        )
+        code = widen(queries.code[..., :8])
+        distance = torch.cdist(code, wanted.to(code.dtype), p=1)
         cost = self.class_weight * focal_cost(queries.logits, targets.label)
         return cost + self.box_weight * distance
 
@@ -165,20 +158,6 @@ class SetPredictionLoss:
         )
         return self.denoising_weight * by_class, self.denoising_weight * by_box
 
-    def heatmap_term(
-        self,
-        predictions: BEVFormerPredictions,
-        targets: Boxes3D,
-        normalizers: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        assert predictions.heatmap is not None
-        wanted = self._heatmap(predictions.codec.grid, predictions.heatmap.shape[1], targets)
-        count = None if normalizers is None else normalizers["heatmap"]
-        return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted, count)
-
-    def _heatmap(self, grid: BevGrid, num_classes: int, targets: Boxes3D) -> Tensor:
-        return gaussian_heatmap(targets, grid, num_classes, self.min_overlap, self.min_radius_cells)
-
     def _terms(
         self,
         queries: QueryPredictions,
@@ -191,9 +170,8 @@ class SetPredictionLoss:
         """Focal loss of the ``counted`` queries, L1 of the ``positive`` ones, ``(L, B, Q)``
         bool, both divided by ``count``."""
         label = torch.where(positive, label, queries.logits.shape[-1])
-        by_class = (sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)).sum(
-            (1, 2, 3)
-        )
+        by_class = sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)
+        by_class = by_class.sum((1, 2, 3))
         weight = positive.unsqueeze(-1) * constant(self.code_weights, queries.code)
         if self.skip_unknown_rows:
             weight = weight * torch.isfinite(wanted).all(-1, keepdim=True)

@@ -8,16 +8,15 @@ from torch import Tensor
 
 from bev_lightning.losses.functional import (
     CODE_WEIGHTS,
-    gaussian_focal_loss,
     masked_l1_loss,
     normalizer,
     sigmoid_focal_loss,
 )
-from bev_lightning.losses.heatmap import gaussian_heatmap
+from bev_lightning.losses.heatmap import count_peaks, heatmap_loss
 from bev_lightning.losses.matching import Assignment, Matching, TransFusionMatcher
 from bev_lightning.structures import Batch, Boxes3D
 from bev_lightning.structures.constants import constant
-from bev_lightning.structures.predictions import BoxCodec, TransFusionPredictions
+from bev_lightning.structures.predictions import TransFusionPredictions
 
 
 class TransFusionLoss:
@@ -34,7 +33,7 @@ class TransFusionLoss:
         class_weight, box_weight, heatmap_weight: of the three terms.
         code_weights: of the ten numbers of a box in the L1 term.
         matcher: None for the published costs.
-        min_overlap, min_radius_cells: see :func:`gaussian_heatmap`.
+        min_radius_cells: see :func:`bev_lightning.losses.heatmap.gaussian_heatmap`.
     """
 
     def __init__(
@@ -44,14 +43,13 @@ class TransFusionLoss:
         heatmap_weight: float = 1.0,
         code_weights: Sequence[float] = CODE_WEIGHTS,
         matcher: TransFusionMatcher | None = None,
-        min_overlap: float = 0.1,
         min_radius_cells: int = 2,
     ) -> None:
         self.class_weight, self.box_weight = class_weight, box_weight
         self.heatmap_weight = heatmap_weight
         self.code_weights = tuple(map(float, code_weights))
         self.matcher = TransFusionMatcher() if matcher is None else matcher
-        self.min_overlap, self.min_radius_cells = min_overlap, min_radius_cells
+        self.min_radius_cells = min_radius_cells
 
     def __call__(
         self,
@@ -59,28 +57,26 @@ class TransFusionLoss:
         targets: Boxes3D,
         normalizers: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Weighted scalars ``heatmap``, ``class`` and ``box``; the layers are summed.
-
-        Args:
-            normalizers: what each term is divided by; None for the batch's own
-                :meth:`normalizers`.
-        """
-        with torch.autocast(predictions.heatmap.device.type, enabled=False):
+        """Weighted scalars ``heatmap``, ``class`` and ``box``; the layers are summed."""
+        logits, grid = predictions.heatmap, predictions.codec.grid
+        with torch.autocast(logits.device.type, enabled=False):
             matching = self.match(predictions, targets)
-            by_heatmap = self.heatmap_term(predictions, targets, normalizers)
-            by_class, by_box = self.layer_terms(
-                predictions, targets, matching.finish(), normalizers
-            )
-            return {"heatmap": by_heatmap, "class": by_class.sum(), "box": by_box.sum()}
+            by_heatmap = heatmap_loss(logits, targets, grid, self.min_radius_cells, normalizers)
+            assignment = matching.finish()
+            by_class, by_box = self.layer_terms(predictions, targets, assignment, normalizers)
+            return {
+                "heatmap": self.heatmap_weight * by_heatmap,
+                "class": by_class.sum(),
+                "box": by_box.sum(),
+            }
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
-        """Normalizers of the terms, from the annotations of a batch: heatmap peaks, matched queries
-        of all layers."""
+        """Numbers of heatmap peaks and of matched queries in all layers."""
         head, targets = network.head, batch.targets
         assert targets is not None
-        wanted = self._heatmap(head.codec, head.num_classes, targets)
+        peaks = count_peaks(targets, head.codec.grid, head.num_classes, self.min_radius_cells)
         matched = targets.valid.sum(-1).clamp(max=head.num_queries).sum() * len(head.decoder)
-        return {"heatmap": (wanted == 1).sum(), "class": matched, "box": matched}
+        return {"heatmap": peaks, "class": matched, "box": matched}
 
     def match(self, predictions: TransFusionPredictions, targets: Boxes3D) -> Matching:
         """Start to match queries and boxes."""
@@ -92,21 +88,6 @@ class TransFusionLoss:
             codec.footprints(codec.encode(targets)),
             targets.valid,
             codec.grid,
-        )
-
-    def heatmap_term(
-        self,
-        predictions: TransFusionPredictions,
-        targets: Boxes3D,
-        normalizers: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
-        wanted = self._heatmap(predictions.codec, predictions.heatmap.shape[1], targets)
-        count = None if normalizers is None else normalizers["heatmap"]
-        return self.heatmap_weight * gaussian_focal_loss(predictions.heatmap, wanted, count)
-
-    def _heatmap(self, codec: BoxCodec, num_classes: int, targets: Boxes3D) -> Tensor:
-        return gaussian_heatmap(
-            targets, codec.grid, num_classes, self.min_overlap, self.min_radius_cells
         )
 
     def layer_terms(

@@ -71,6 +71,7 @@ def make_head(
 def make_objective(config: Mapping[str, Any]) -> TransFusionLoss:
     train = config["train_cfg"]
     costs = train["assigner"]
+    assert train["gaussian_overlap"] == 0.1
     return TransFusionLoss(
         class_weight=config["loss_cls"]["loss_weight"],
         box_weight=config["loss_bbox"]["loss_weight"],
@@ -79,7 +80,6 @@ def make_objective(config: Mapping[str, Any]) -> TransFusionLoss:
         matcher=TransFusionMatcher(
             costs["cls_cost"]["weight"], costs["reg_cost"]["weight"], costs["iou_cost"]["weight"]
         ),
-        min_overlap=train["gaussian_overlap"],
         min_radius_cells=train["min_radius"],
     )
 
