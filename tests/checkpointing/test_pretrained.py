@@ -44,14 +44,14 @@ def timm_names(state: dict[str, Tensor], first: int) -> dict[str, Tensor]:
     """torchvision's state dict under the names of timm (first = 1) or of the original (0)."""
     renamed = {}
     for name, value in state.items():
-        words = name.split(".")
+        parts = name.split(".")
         if name.startswith("features.0."):
-            new = f"patch_embed.{'proj' if words[2] == '0' else 'norm'}.{words[3]}"
-        elif words[0] == "features" and int(words[1]) % 2:
-            new = f"layers.{int(words[1]) // 2}.blocks.{'.'.join(words[2:])}"
+            new = f"patch_embed.{'proj' if parts[2] == '0' else 'norm'}.{parts[3]}"
+        elif parts[0] == "features" and int(parts[1]) % 2:
+            new = f"layers.{int(parts[1]) // 2}.blocks.{'.'.join(parts[2:])}"
             new = new.replace("mlp.0.", "mlp.fc1.").replace("mlp.3.", "mlp.fc2.")
-        elif words[0] == "features":
-            new = f"layers.{int(words[1]) // 2 - 1 + first}.downsample.{'.'.join(words[2:])}"
+        elif parts[0] == "features":
+            new = f"layers.{int(parts[1]) // 2 - 1 + first}.downsample.{'.'.join(parts[2:])}"
         else:
             new = name
         renamed[new] = value

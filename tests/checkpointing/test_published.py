@@ -1,7 +1,7 @@
 """The published configurations at full size: built, run forward and backward without memory,
 counted.
 
-Numbers that only data can tell are stated: how many voxels each stage of the sparse encoder has,
+Numbers that depend on data are given: how many voxels each stage of the sparse encoder has,
 and which share of a mask is true.
 """
 
@@ -74,19 +74,19 @@ def test_full_size_runs_forward_and_backward(name: str) -> None:
 
 def test_the_document_counts_the_parameters_of_every_model() -> None:
     text = (ROOT / "docs/models.md").read_text()
-    told = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) M \|", text, re.M))
-    assert sorted(told) == FULL_SIZE
+    predicted = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) M \|", text, re.M))
+    assert sorted(predicted) == FULL_SIZE
     counted = {}
     for name in FULL_SIZE:
         with torch.device("meta"):
             network, _ = make_network(name)
         counted[name] = sum(parameter.numel() for parameter in network.parameters())
-    assert {name: f"{number / 1e6:.2f}" for name, number in counted.items()} == told
+    assert {name: f"{number / 1e6:.2f}" for name, number in counted.items()} == predicted
     assert abs(counted["bevformer_base"] - 69e6) < 0.01 * 69e6
 
 
 @pytest.mark.parametrize("name", [name for name in FULL_SIZE if name.startswith("bevfusion")])
-def test_every_set_of_sensors_has_a_toy_and_says_which_boxes_it_learns(name: str) -> None:
+def test_every_set_of_sensors_has_a_toy_and_a_target_range(name: str) -> None:
     full, toy = (
         load_config("train", [f"model={one}", "hardware=cpu"]) for one in (name, f"{name}_toy")
     )
@@ -121,7 +121,7 @@ def test_every_experiment_composes() -> None:
         and "toy" not in path.stem
     ],
 )
-def test_a_published_training_says_what_it_is(name: str) -> None:
+def test_the_published_recipes(name: str) -> None:
     text = " ".join((ROOT / f"conf/experiment/{name}.yaml").read_text().replace("#", "").split())
     assert "mAP" in text and "NDS" in text and "have not run it in full" in text
     batch = re.search(r"effective batch:? (?:of )?(\d+)", text)

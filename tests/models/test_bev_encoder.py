@@ -86,10 +86,10 @@ def run(
     return result
 
 
-def bilinear(cells: Tensor, place: Tensor) -> Tensor:
+def bilinear(cells: Tensor, location: Tensor) -> Tensor:
     """``(h, w, D)`` at x, y, fractions."""
     height, width, _ = cells.shape
-    x, y = float(place[0]) * width - 0.5, float(place[1]) * height - 0.5
+    x, y = float(location[0]) * width - 0.5, float(location[1]) * height - 0.5
     total = torch.zeros(cells.shape[-1])
     for j in (math.floor(y), math.floor(y) + 1):
         for i in (math.floor(x), math.floor(x) + 1):
@@ -105,17 +105,17 @@ def plain_temporal(
     points = attention.num_points
     result = []
     for q in range(height * width):
-        told = torch.cat([maps[0][q], query[q] + position[q]])
-        offsets = attention.sampling_offsets(told).view(HEADS, 2, points, 2)
-        weights = attention.attention_weights(told).view(HEADS, 2, points).softmax(-1)
-        place = torch.tensor([(q % width + 0.5) / width, (q // width + 0.5) / height])
+        context = torch.cat([maps[0][q], query[q] + position[q]])
+        offsets = attention.sampling_offsets(context).view(HEADS, 2, points, 2)
+        weights = attention.attention_weights(context).view(HEADS, 2, points).softmax(-1)
+        location = torch.tensor([(q % width + 0.5) / width, (q // width + 0.5) / height])
         heads = []
         for head in range(HEADS):
             seen = torch.zeros(CHANNELS // HEADS)
             for k, past in enumerate(maps):
                 value = attention.value_proj(past).view(height, width, HEADS, -1)[:, :, head]
                 for p in range(points):
-                    at = place + (shift if k == 0 else 0.0)
+                    at = location + (shift if k == 0 else 0.0)
                     at = at + offsets[head, k, p] / torch.tensor([float(width), float(height)])
                     seen = seen + 0.5 * weights[head, k, p] * bilinear(value, at)
             heads.append(seen)
@@ -135,12 +135,12 @@ def plain_spatial(
         heights = (GRID.range[2] + 0.5, GRID.range[5] - 0.5)
         slot, count = torch.zeros(CHANNELS), 0
         for n in range(CAMERAS):
-            places, is_seen = [], False
+            locations, is_seen = [], False
             for z in heights:
                 image = cameras[n] @ torch.tensor([x, y, z, 1.0])
-                place = image[:2] / image[2].clamp(min=1e-5) / torch.tensor([56.0, 32.0])
-                places.append(place)
-                inside = bool(((place > 0) & (place < 1)).all())
+                location = image[:2] / image[2].clamp(min=1e-5) / torch.tensor([56.0, 32.0])
+                locations.append(location)
+                inside = bool(((location > 0) & (location < 1)).all())
                 is_seen = is_seen or (inside and float(image[2]) > 1e-5)
             if not is_seen:
                 continue
@@ -155,7 +155,7 @@ def plain_spatial(
                     cells = attention.value_proj(features[level][n]).view(h, w, HEADS, -1)
                     for p in range(points):
                         at = offsets[head, level, p] / torch.tensor([float(w), float(h)])
-                        at = at + places[p % ANCHORS]
+                        at = at + locations[p % ANCHORS]
                         seen = seen + weights[head, level, p] * bilinear(cells[:, :, head], at)
                 heads.append(seen)
             slot = slot + torch.cat(heads)

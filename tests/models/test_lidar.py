@@ -124,7 +124,7 @@ def test_voxel_branch_trains(counts):
     assert all(torch.isfinite(p.grad).all() for p in branch.parameters())
 
 
-def test_voxel_branch_places_points():
+def test_voxel_branch_position_of_points():
     branch = _voxel_branch().eval()
     points = _points(1, longest=1)
     points.features[0, 0] = torch.tensor([3.1, -1.3, -0.5, 90.0, 0.0])

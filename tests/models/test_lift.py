@@ -77,12 +77,12 @@ def make_points(*rows: np.ndarray, padding: int = 0) -> Points:
 class FixedDepth(LiftSplat):
     """One feature pixel at one depth bin carries a context of 1, 2, ..; all else is zero."""
 
-    place = (0, 0, 0, 0)  # camera, bin, row, column
+    location = (0, 0, 0, 0)  # camera, bin, row, column
 
     def predict_depth(
         self, features: Tensor, cameras: Cameras, points: Points | None
     ) -> tuple[Tensor, Tensor]:
-        camera, k, row, column = self.place
+        camera, k, row, column = self.location
         logits = torch.full((1, 2, self.num_depths, *FEATURE), -50.0)
         logits[0, camera, k, row, column] = 50.0
         context = torch.zeros(1, 2, self.out_channels, *FEATURE)
@@ -91,13 +91,13 @@ class FixedDepth(LiftSplat):
 
 
 @pytest.mark.parametrize("augmented", [False, True])
-@pytest.mark.parametrize("place", [(0, 9, 1, 2), (0, 35, 2, 8), (1, 20, 1, 5), (1, 14, 0, 9)])
+@pytest.mark.parametrize("location", [(0, 9, 1, 2), (0, 35, 2, 8), (1, 20, 1, 5), (1, 14, 0, 9)])
 def test_a_pixel_at_a_depth_lands_in_its_cell(
-    place: tuple[int, int, int, int], augmented: bool
+    location: tuple[int, int, int, int], augmented: bool
 ) -> None:
     lift = FixedDepth(6, 5, GRID, BINS, truncate_cells=False)
-    lift.place = place
-    camera, k, row, column = place
+    lift.location = location
+    camera, k, row, column = location
     x, y, z = locate(camera, row, column, BINS[0] + k * BINS[2], augmented)
     i, j = math.floor((x + 10) / 2), math.floor(y + 4)
     inside = 0 <= i < 24 and 0 <= j < 32 and -3 <= z < 5
@@ -109,10 +109,10 @@ def test_a_pixel_at_a_depth_lands_in_its_cell(
     assert bev.abs().sum() < 1e-6
 
 
-def test_most_of_those_places_are_inside() -> None:
-    places = [(0, 9, 1, 2), (0, 35, 2, 8), (1, 20, 1, 5), (1, 14, 0, 9)]
+def test_most_of_those_locations_are_inside() -> None:
+    locations = [(0, 9, 1, 2), (0, 35, 2, 8), (1, 20, 1, 5), (1, 14, 0, 9)]
     for augmented in (False, True):
-        located = [locate(c, r, u, BINS[0] + k * BINS[2], augmented) for c, k, r, u in places]
+        located = [locate(c, r, u, BINS[0] + k * BINS[2], augmented) for c, k, r, u in locations]
         inside = GRID.contains(torch.tensor(np.stack(located)))
         assert inside.sum() >= 3
 
@@ -227,7 +227,7 @@ def test_lidar_depth_changes_the_prediction() -> None:
     assert changed[0, 0].any() and not changed[0, 1].any()
 
 
-def test_what_the_user_can_get_wrong_is_said() -> None:
+def test_refusals_of_user_errors() -> None:
     features = torch.zeros(1, 2, 6, *FEATURE)
     with pytest.raises(InputError, match="lidar_depth reads lidar points"):
         make_lift(lidar_depth=True)(features, make_cameras())
@@ -293,5 +293,5 @@ def test_a_fixed_rig_builds_its_index_once() -> None:
         moved[:, :, 0, 3] += number
         index = lift.pool_index(replace(cameras, image_from_lidar=moved), FEATURE)
         assert index is not first and not torch.equal(index.cells, first.cells)
-    assert lift.pool_index(cameras, FEATURE) is not first  # the oldest has made room
+    assert lift.pool_index(cameras, FEATURE) is not first  # the oldest has been dropped
     assert torch.equal(lift.pool_index(cameras, FEATURE).points, first.points)

@@ -11,9 +11,16 @@ def test_shapes_and_first_guess() -> None:
     torch.manual_seed(0)
     head = PerspectiveHead(8, 3).eval()
     matrix = torch.eye(4).expand(2, 4, 4, 4)
-    told = head(torch.zeros(2, 4, 8, 6, 10), matrix, (48, 80))
-    assert told.heatmap.shape == (2, 4, 3, 6, 10) and told.log_depth.shape == (2, 4, 6, 10)
-    assert told.scale == (0.125, 0.125) and told.image_from_lidar is matrix
+    predicted = head(torch.zeros(2, 4, 8, 6, 10), matrix, (48, 80))
+    assert predicted.heatmap.shape == (2, 4, 3, 6, 10) and predicted.log_depth.shape == (
+        2,
+        4,
+        6,
+        10,
+    )
+    assert predicted.scale == (0.125, 0.125) and predicted.image_from_lidar is matrix
     # A probability of 0.1 and 20 m where nothing is known.
-    torch.testing.assert_close(told.heatmap.sigmoid(), torch.full_like(told.heatmap, 0.1))
-    torch.testing.assert_close(told.log_depth.exp(), torch.full_like(told.log_depth, math.exp(3.0)))
+    torch.testing.assert_close(predicted.heatmap.sigmoid(), torch.full_like(predicted.heatmap, 0.1))
+    torch.testing.assert_close(
+        predicted.log_depth.exp(), torch.full_like(predicted.log_depth, math.exp(3.0))
+    )

@@ -27,12 +27,18 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
 
-    def start(model: str, words: list[str], replica: list[int], **more: Any) -> dict[str, Any]:
+    def start(model: str, overrides: list[str], replica: list[int], **more: Any) -> dict[str, Any]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         out = tmp_path_factory.mktemp("training") / "seen.pt"
-        job = {"model": model, "words": words, "replica": replica, "port": port, "out": str(out)}
+        job = {
+            "model": model,
+            "overrides": overrides,
+            "replica": replica,
+            "port": port,
+            "out": str(out),
+        }
         job |= {"replicas": max(replica) + 1, "batch": 1, "steps": 4, "accumulation": 2}
         job |= {"optimizer": "sgd", **more}
         processes = [
@@ -49,7 +55,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
                     break
                 time.sleep(0.1)
         finally:
-            time.sleep(0.5)  # the others tell of the first one's end
+            time.sleep(0.5)  # time for the others to fail after the first one
             for process in processes:
                 if process.is_alive():
                     process.kill()
@@ -70,8 +76,8 @@ def reference(launch: Launch) -> Launch:
 
     @cache
     def start(model: str, num_micro: int, optimizer: str = "sgd") -> dict[str, Any]:
-        words = ["strategy=single", *CLIP, *CONSTANT]
-        return launch(model, words, [0], accumulation=num_micro, optimizer=optimizer)
+        overrides = ["strategy=single", *CLIP, *CONSTANT]
+        return launch(model, overrides, [0], accumulation=num_micro, optimizer=optimizer)
 
     return start
 

@@ -30,8 +30,8 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")
 rank = torch.distributed.get_rank()
 
-words = ["hardware=4x4090", "strategy=deepspeed", f"strategy.stage={job['stage']}"]
-settings = dict(resolve(load_config("train", words), Machine()).trainer.strategy)
+overrides = ["hardware=4x4090", "strategy=deepspeed", f"strategy.stage={job['stage']}"]
+settings = dict(resolve(load_config("train", overrides), Machine()).trainer.strategy)
 assert settings.pop("_target_").endswith("ZeroStrategy")
 config = ZeroStrategy(**settings).config
 assert isinstance(config, dict)

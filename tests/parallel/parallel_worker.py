@@ -170,17 +170,17 @@ class Kept:
         def __init__(self, kept: "Kept", value: torch.Tensor) -> None:
             self.kept, self.value = kept, value
             storage = value.untyped_storage()
-            self.place, self.size = storage.data_ptr(), storage.nbytes()
-            if self.place in kept.weights:
+            self.pointer, self.size = storage.data_ptr(), storage.nbytes()
+            if self.pointer in kept.weights:
                 self.size = 0
-            kept.users[self.place] = kept.users.get(self.place, 0) + 1
-            if kept.users[self.place] == 1:
+            kept.users[self.pointer] = kept.users.get(self.pointer, 0) + 1
+            if kept.users[self.pointer] == 1:
                 kept.now += self.size
                 kept.peak = max(kept.peak, kept.now)
 
         def __del__(self) -> None:
-            self.kept.users[self.place] -= 1
-            if self.kept.users[self.place] == 0:
+            self.kept.users[self.pointer] -= 1
+            if self.kept.users[self.pointer] == 0:
                 self.kept.now -= self.size
 
 
@@ -199,18 +199,18 @@ def freeze_norms(module: nn.Module) -> None:
 def run(job: dict[str, Any], rank: int) -> None:
     """
     Args:
-        job: ``model``; ``words`` of the command line; ``batch`` samples of a replica and
+        job: ``model``; ``overrides`` of the command line; ``batch`` samples of a replica and
             micro-step; ``steps`` optimizer steps; ``accumulation``; ``replicas`` columns of the
             mesh, of which ``replica[rank]`` is the process's own; ``optimizer`` sgd or adamw;
             ``resume``, ``save`` checkpoint files, the latter of half of the steps; ``begin``
             micro-step to begin with; ``out``.
     """
     torch.set_num_threads(1)
-    words = [*MODELS[job["model"]], *job["words"], "data=synthetic", "logger=none"]
-    words += ["callbacks=none", "trainer.enable_progress_bar=false", "hardware=cpu"]
-    words += [f"accumulation={job['accumulation']}", f"trainer.max_steps={job['steps']}"]
-    words += [f"data.batch_size={job['batch']}", f"paths.output={Path(job['out']).parent}"]
-    cfg = load_config("train", words)
+    overrides = [*MODELS[job["model"]], *job["overrides"], "data=synthetic", "logger=none"]
+    overrides += ["callbacks=none", "trainer.enable_progress_bar=false", "hardware=cpu"]
+    overrides += [f"accumulation={job['accumulation']}", f"trainer.max_steps={job['steps']}"]
+    overrides += [f"data.batch_size={job['batch']}", f"paths.output={Path(job['out']).parent}"]
+    cfg = load_config("train", overrides)
     check_config(cfg)
     cfg = resolve(cfg, Machine(num_cpus=2), Path(job["out"]).parent)
     check_config(cfg)

@@ -27,11 +27,11 @@ def train(out: Path, **job: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         port = str(free.getsockname()[1])
     processes = []
     for rank in range(2):
-        place = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        place |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        environment |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         command = [sys.executable, str(WORKER), json.dumps({**job, "out": str(out)})]
         with out.with_suffix(f".{rank}").open("w") as log:
-            processes.append(subprocess.Popen(command, env=place, stdout=log, stderr=log))
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     try:
         codes = [process.wait(timeout=400) for process in processes]
     finally:
@@ -77,19 +77,19 @@ def test_checkpoints_are_portable(stage: int, next_stage: int, tmp_path: Path) -
 
 
 def test_refusals() -> None:
-    for words, sentence in (
+    for overrides, sentence in (
         (["hardware=cpu"], "strategy=deepspeed runs on CUDA devices alone; use strategy=fsdp"),
-        (["hardware=4x4090", "strategy.stage=4"], "set strategy.stage=1, 2 or 3"),
+        (["hardware=4x4090", "strategy.stage=4"], "use strategy.stage=1, 2 or 3"),
         (["hardware=4x4090", "strategy.offload_parameters=true"], "needs ZeRO stage 3"),
-        (["hardware=4x4090", "callbacks=ema"], "strategy=deepspeed holds shares of them"),
+        (["hardware=4x4090", "callbacks=ema"], "strategy=deepspeed shards them"),
     ):
         with pytest.raises(InputError, match=sentence):
-            check_config(load_config("train", ["strategy=deepspeed", *words]))
+            check_config(load_config("train", ["strategy=deepspeed", *overrides]))
 
 
 def test_the_class_gets_its_keys() -> None:
-    words = ["hardware=4x4090", "strategy=deepspeed", "strategy.stage=3"]
-    cfg = resolve(load_config("train", words), Machine())
+    overrides = ["hardware=4x4090", "strategy=deepspeed", "strategy.stage=3"]
+    cfg = resolve(load_config("train", overrides), Machine())
     check_config(cfg)
     assert cfg.trainer.strategy == {
         "_target_": "bev_lightning.parallel.deepspeed.ZeroStrategy",

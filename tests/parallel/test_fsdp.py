@@ -44,15 +44,15 @@ def test_bf16_trains_under_fsdp(launch, reference) -> None:
 def test_checkpoints_are_portable(
     one: list[str], other: list[str], tmp_path: Path, launch, reference, deviation
 ) -> None:
-    def place(words: list[str]) -> dict[str, object]:
-        alone = words is ONE
+    def processes(overrides: list[str]) -> dict[str, object]:
+        alone = overrides is ONE
         return {"replica": [0] if alone else [0, 1], "accumulation": 4 if alone else 2}
 
     path = tmp_path / "half.ckpt"
-    launch("bevfusion", one, **place(one), optimizer="adamw", save=str(path))
-    begin = 2 * int(place(other)["accumulation"])  # type: ignore[call-overload]
+    launch("bevfusion", one, **processes(one), optimizer="adamw", save=str(path))
+    begin = 2 * int(processes(other)["accumulation"])  # type: ignore[call-overload]
     seen = launch(
-        "bevfusion", other, **place(other), optimizer="adamw", begin=begin, resume=str(path)
+        "bevfusion", other, **processes(other), optimizer="adamw", begin=begin, resume=str(path)
     )
     wanted = reference("bevfusion", 4, "adamw")
     # AdamW divides by the root of small numbers: weights that hardly move differ the most.
@@ -64,8 +64,8 @@ def test_checkpoints_are_portable(
 
 
 def test_fsdp_becomes_a_strategy_over_all_processes() -> None:
-    words = ["hardware=4n1x4090", "strategy=fsdp", "precision=bf16"]
-    plain = resolve(load_config("train", words), Machine())
+    overrides = ["hardware=4n1x4090", "strategy=fsdp", "precision=bf16"]
+    plain = resolve(load_config("train", overrides), Machine())
     assert plain.trainer.strategy == {
         "_target_": "bev_lightning.parallel.fsdp.ShardedStrategy",
         "num_processes": 4,

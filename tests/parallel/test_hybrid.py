@@ -27,26 +27,26 @@ slow = pytest.mark.slow
 
 def train(launch, model: str, shape: tuple[int, int, int], schedule: str, **more: Any) -> Any:
     """Four optimizer steps of two micro-steps, a batch of as many micro-batches as stages."""
-    data, pipeline, columns = shape
-    words = [
+    data, pipeline, row_parallel = shape
+    overrides = [
         "strategy=hybrid",
-        f"hardware.devices={data * pipeline * columns}",
+        f"hardware.devices={data * pipeline * row_parallel}",
         f"strategy.data={data}",
         f"strategy.pipeline={pipeline}",
-        f"strategy.model={columns}",
+        f"strategy.model={row_parallel}",
         f"strategy.schedule={schedule}",
         f"strategy.micro_batches={pipeline}",
         "trainer.gradient_clip_val=0.5",
         "scheduler=constant",
-        *more.pop("words", []),
+        *more.pop("overrides", []),
     ]
     replica = [
-        place * columns + column
-        for place in range(data)
+        i * row_parallel + j
+        for i in range(data)
         for _ in range(pipeline)
-        for column in range(columns)
+        for j in range(row_parallel)
     ]
-    return launch(model, words, replica, batch=pipeline, **more)
+    return launch(model, overrides, replica, batch=pipeline, **more)
 
 
 def cases() -> list[Any]:
@@ -75,25 +75,25 @@ def test_every_layout_gives_the_gradients_of_one_process(
 def test_the_effective_batch_is_one_batch(model: str, launch, deviation) -> None:
     effective = ["loss_norm=effective", "trainer.gradient_clip_val=0.5"]
     whole = launch(model, ["strategy=single", *effective], [0], batch=8, accumulation=1)
-    cut = train(launch, model, (1, 2, 2), "1f1b", words=effective)
+    cut = train(launch, model, (1, 2, 2), "1f1b", overrides=effective)
     assert deviation(whole, cut) < 1e-5
     for strategy in ("ddp", "fsdp"):
-        words = [f"strategy={strategy}", "hardware.devices=2", *effective]
-        assert deviation(whole, launch(model, words, [0, 1], batch=2)) < 1e-5
+        overrides = [f"strategy={strategy}", "hardware.devices=2", *effective]
+        assert deviation(whole, launch(model, overrides, [0, 1], batch=2)) < 1e-5
 
 
 @slow
 def test_checkpoints_are_portable(tmp_path: Path, launch, reference, deviation) -> None:
     path, final = tmp_path / "half.ckpt", reference("bevfusion", 8, "adamw")
     train(launch, "bevfusion", (1, 2, 2), "1f1b", optimizer="adamw", save=str(path))
-    for words, replica, accumulation in (
+    for overrides, replica, accumulation in (
         (["strategy=single"], [0], 8),
         (["strategy=fsdp", "hardware.devices=2"], [0, 1], 4),
     ):
-        words += ["trainer.gradient_clip_val=0.5", "scheduler=constant"]
+        overrides += ["trainer.gradient_clip_val=0.5", "scheduler=constant"]
         seen = launch(
             "bevfusion",
-            words,
+            overrides,
             replica,
             accumulation=accumulation,
             optimizer="adamw",
@@ -121,10 +121,12 @@ def test_what_autograd_keeps(launch) -> None:
     kept = {}
     once = {"steps": 1, "accumulation": 1}
     for cuts in ("[fusion]", "[transform]"):
-        words = [f"strategy.cuts={cuts}"]
-        kept[cuts] = train(launch, "bevfusion_toy", (1, 2, 2), "1f1b", words=words, **once)["kept"]
-    words = ["strategy=ddp", "hardware.devices=4"]
-    kept["ddp"] = launch("bevfusion_toy", words, [0, 1, 2, 3], **once)["kept"]
+        overrides = [f"strategy.cuts={cuts}"]
+        kept[cuts] = train(launch, "bevfusion_toy", (1, 2, 2), "1f1b", overrides=overrides, **once)[
+            "kept"
+        ]
+    overrides = ["strategy=ddp", "hardware.devices=4"]
+    kept["ddp"] = launch("bevfusion_toy", overrides, [0, 1, 2, 3], **once)["kept"]
     print({name: [round(own / 2**20, 1) for own in each] for name, each in kept.items()})
     assert max(kept["[transform]"]) < 0.75 * max(kept["ddp"])
     assert max(kept["[transform]"]) < max(kept["[fusion]"])
@@ -164,20 +166,23 @@ def test_stages_begin_where_the_network_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
-        (["hardware=cpu", "hardware.devices=3"], "lays strategy.data=auto x strategy.pipeline=2"),
-        (["hardware=4x4090", "strategy.data=2"], "over 4 processes (hardware.nodes=1 x"),
+        (
+            ["hardware=cpu", "hardware.devices=3"],
+            "strategy.data=auto x strategy.pipeline=2 x strategy.model=2",
+        ),
+        (["hardware=4x4090", "strategy.data=2"], "mesh of 4 processes (hardware.nodes=1 x"),
         (["strategy.pipeline=0"], "strategy.pipeline=0 must be a whole number"),
-        (["strategy.schedule=2f2b"], "set strategy.schedule=gpipe or 1f1b"),
+        (["strategy.schedule=2f2b"], "use strategy.schedule=gpipe or 1f1b"),
         (["strategy.micro_batches=1"], "set strategy.micro_batches=2 or strategy.schedule=gpipe"),
         (["data.batch_size=3"], "strategy.micro_batches=2 does not divide data.batch_size=3"),
         (["trainer.sync_batchnorm=true"], "set trainer.sync_batchnorm=false"),
     ],
 )
-def test_refusals(words: list[str], sentence: str) -> None:
+def test_refusals(overrides: list[str], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
-        check_config(load_config("train", ["strategy=hybrid", "data.batch_size=2", *words]))
+        check_config(load_config("train", ["strategy=hybrid", "data.batch_size=2", *overrides]))
 
 
 def test_four_machines_or_four_cards() -> None:

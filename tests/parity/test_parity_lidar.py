@@ -229,16 +229,18 @@ def test_sparse_stages(folder: Path) -> None:
     outputs, (maps, parts) = read_tensors(folder, "outputs.npz"), run(folder)
     coords = make_voxels(folder)(make_points(folder))[1]
     plan = parts[0].plan(coords, len(make_points(folder).count))
-    places = {"conv_input": coords}
+    locations = {"conv_input": coords}
     for number, stage in enumerate(plan.stages, start=1):
-        places[f"encoder_layer{number}"] = stage.coords
+        locations[f"encoder_layer{number}"] = stage.coords
         shape = outputs[f"sparse_encoder/encoder_layer{number}/spatial_shape"]
         assert shape.tolist() == list(stage.shape[::-1])
-    for name, place in places.items():
-        b, x, y, z = place[:, TO_XYZ].unbind(1)
+    for name, location in locations.items():
+        b, x, y, z = location[:, TO_XYZ].unbind(1)
         order = np.lexsort((z, y, x, b))
         stored = f"sparse_encoder/{name}"
-        assert torch.equal(place[order][:, TO_XYZ], outputs[f"{stored}/indices_bxyz_sorted"].long())
+        assert torch.equal(
+            location[order][:, TO_XYZ], outputs[f"{stored}/indices_bxyz_sorted"].long()
+        )
         close(maps[name][order], outputs[f"{stored}/features_sorted"])
 
 
