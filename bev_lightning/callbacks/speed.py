@@ -91,13 +91,9 @@ class SpeedMonitor(L.Callback):
             self._log(trainer, pl_module)
 
     def _log(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        samples, seconds, waited = (
-            now - before
-            for now, before in zip(
-                (self.samples, self.seconds, self.seconds_waited), self._logged, strict=True
-            )
-        )
-        self._logged = (self.samples, self.seconds, self.seconds_waited)
+        totals = self.samples, self.seconds, self.seconds_waited
+        samples, seconds, waited = (a - b for a, b in zip(totals, self._logged, strict=True))
+        self._logged = totals
         values: dict[str, float] = {}
         for optimizer in trainer.optimizers[:1]:
             values["train/lr"] = optimizer.param_groups[0]["lr"]

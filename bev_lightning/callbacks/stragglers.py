@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import lightning as L
@@ -134,16 +135,12 @@ class StragglerMonitor(L.Callback):
                 "NCCL_SOCKET_IFNAME, or raise cluster.rendezvous_s"
             )
         deadline = time.monotonic() + 6 * self.interval_s
-        dead = None
         while time.monotonic() < deadline:
             if not self._read():
                 return f"process 0 is gone ({reason}; its store does not answer); {_CAUSES}"
-            dead = self._find_dead()
-            if dead is not None:
-                break
+            if (dead := self._find_dead()) is not None:
+                return f"process {dead[0]} ({_where(dead[1])}) is gone ({reason}); {_CAUSES}"
             time.sleep(self.interval_s / 2)
-        if dead is not None:
-            return f"process {dead[0]} ({_where(dead[1])}) is gone ({reason}); {_CAUSES}"
         late = self._find_late()
         if late is not None:
             return f"{self._describe_late(*late)} ({reason})"
@@ -153,21 +150,17 @@ class StragglerMonitor(L.Callback):
         )
 
     def _mark(self, trainer: L.Trainer, phase: str) -> None:
+        num_phases = self._heartbeat.count + 1
         self._heartbeat = replace(
-            self._heartbeat,
-            count=self._heartbeat.count + 1,
-            phase=phase,
-            step=trainer.global_step,
+            self._heartbeat, count=num_phases, phase=phase, step=trainer.global_step
         )
 
     def _beat(self, ended: threading.Event) -> None:
         warned = -1
-        beat = 0
-        while True:
-            beat += 1
+        for beat in count(1):
             try:
-                content = json.dumps(asdict(replace(self._heartbeat, beat=beat)))
-                self._store.set(str(self._rank), content)
+                heartbeat = replace(self._heartbeat, beat=beat)
+                self._store.set(str(self._rank), json.dumps(asdict(heartbeat)))
                 if self._rank == 0:
                     self._read()
                     late = self._find_late()

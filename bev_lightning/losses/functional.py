@@ -66,10 +66,6 @@ def depth_loss(depth_logits: Tensor, target: Tensor, count: Tensor | None = None
         count: what the sum is divided by; None for the number of those pixels.
     """
     with torch.autocast(depth_logits.device.type, enabled=False):
-        entropy = F.cross_entropy(
-            widen(depth_logits).flatten(0, 1),
-            target.flatten(0, 1),
-            ignore_index=-1,
-            reduction="sum",
-        )
+        logits, bins = widen(depth_logits).flatten(0, 1), target.flatten(0, 1)
+        entropy = F.cross_entropy(logits, bins, ignore_index=-1, reduction="sum")
         return entropy / ((target >= 0).sum().clamp(min=1) if count is None else count)

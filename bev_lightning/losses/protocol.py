@@ -21,9 +21,7 @@ class DetectionLoss(Protocol):
             targets: ``(B, M)`` annotations in the model frame.
             normalizers: what each term is divided by; None for those of these samples alone.
         """
-        ...
 
     def normalizers(self, network: Any, batch: Batch) -> dict[str, Tensor]:
         """The number of boxes, peaks or pixels that each term is divided by, from the annotations
         alone. ``loss_norm=effective`` sums them over the samples of an optimizer step."""
-        ...

@@ -126,14 +126,10 @@ class SetPredictionLoss:
         normalizers: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Weighted class and box terms of each layer, ``(L,)`` each."""
-        return self._terms(
-            predictions.queries,
-            assignment.gather(targets.label),
-            assignment.gather(predictions.codec.encode(targets)),
-            assignment.positive,
-            torch.ones_like(assignment.positive),
-            normalizer(assignment.positive[0].sum(), normalizers, "class"),
-        )
+        wanted = predictions.codec.encode(targets)
+        count = normalizer(assignment.positive[0].sum(), normalizers, "class")
+        counted = torch.ones_like(assignment.positive)
+        return self._terms(predictions.queries, targets.label, wanted, assignment, counted, count)
 
     def denoising_terms(
         self,
@@ -144,17 +140,13 @@ class SetPredictionLoss:
         """The same for denoising queries, whose boxes are known without matching."""
         denoising = predictions.denoising
         assert isinstance(denoising, DenoisingPredictions)
-        layers = denoising.logits.shape[0]
-        box = denoising.box.expand(layers, -1, -1)
+        box = denoising.box.masked_fill(~denoising.valid, -1)
+        box = box.expand(denoising.logits.shape[0], -1, -1)
         assignment = Assignment(box, torch.zeros_like(box, dtype=torch.float32))
-        valid = denoising.valid.expand(layers, -1, -1)
+        wanted = predictions.codec.encode(targets)
+        count = normalizer(denoising.valid.sum(), normalizers, "denoising_class")
         by_class, by_box = self._terms(
-            denoising,
-            assignment.gather(targets.label),
-            assignment.gather(predictions.codec.encode(targets)),
-            valid,
-            valid,
-            normalizer(denoising.valid.sum(), normalizers, "denoising_class"),
+            denoising, targets.label, wanted, assignment, assignment.positive, count
         )
         return self.denoising_weight * by_class, self.denoising_weight * by_box
 
@@ -162,14 +154,15 @@ class SetPredictionLoss:
         self,
         queries: QueryPredictions,
         label: Tensor,
-        wanted: Tensor,
-        positive: Tensor,
+        code: Tensor,
+        assignment: Assignment,
         counted: Tensor,
         count: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Focal loss of the ``counted`` queries, L1 of the ``positive`` ones, ``(L, B, Q)``
-        bool, both divided by ``count``."""
-        label = torch.where(positive, label, queries.logits.shape[-1])
+        """Focal loss of the ``counted`` queries ``(L, B, Q)``, L1 of those with a box, whose label
+        and code are ``(B, M)``; both divided by ``count``."""
+        positive, wanted = assignment.positive, assignment.gather(code)
+        label = torch.where(positive, assignment.gather(label), queries.logits.shape[-1])
         by_class = sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)
         by_class = by_class.sum((1, 2, 3))
         weight = positive.unsqueeze(-1) * constant(self.code_weights, queries.code)

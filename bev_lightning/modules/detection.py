@@ -36,17 +36,14 @@ class DetectionData(Protocol):
 
     def warn_of_derived_motion(self) -> None:
         """Warn of samples whose ego motion was not measured; for models that read it."""
-        ...
 
     def list_tokens(
         self, name: Literal["val", "predict"], num_batches: int | None = None
     ) -> list[str]:
         """Sample tokens that an evaluation of so many batches per process reports results for."""
-        ...
 
     def restore_progress(self, checkpoint: dict[str, Any]) -> tuple[int, int]:
         """Prepare a checkpoint for a resume; micro-steps done in all and in the current epoch."""
-        ...
 
 
 class DetectionModule(L.LightningModule):
