@@ -28,15 +28,12 @@ class BoxCounts:
         """Warnings about classes without boxes and boxes without velocity."""
         total, messages = int(self.num_boxes.sum()), []
         if total == 0:
-            messages.append(
+            return [
                 f"none of the {len(self.num_boxes)} training samples has a box to train on: check "
                 f"data.classes and data.min_points"
-            )
-            return messages
-        absent = [
-            name for name, num in zip(self.classes, self.num_boxes.sum(0), strict=True) if not num
-        ]
-        if absent:
+            ]
+        counts = zip(self.classes, self.num_boxes.sum(0), strict=True)
+        if absent := [name for name, num in counts if not num]:
             messages.append(f"no training sample has a box of {', '.join(absent)} to train on")
         if self.num_unknown_velocity:
             messages.append(

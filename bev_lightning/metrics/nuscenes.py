@@ -235,29 +235,21 @@ class NuScenesEvaluator:
         """The devkit's boxes, as its ``load_gt`` makes them."""
         from nuscenes.eval.detection.data_classes import DetectionBox
 
-        columns = zip(
-            boxes.class_name,
-            boxes.attribute,
-            boxes.centre.tolist(),
-            boxes.size[:, [1, 0, 2]].tolist(),
-            boxes.rotation.tolist(),
-            boxes.velocity,
-            boxes.num_points.tolist(),
-            strict=True,
-        )
         return [
             DetectionBox(
                 sample_token=token,
-                translation=centre,
-                size=size,
-                rotation=rotation,
-                velocity=velocity,
-                num_pts=num_points,
+                translation=boxes.centre[row].tolist(),
+                size=boxes.size[row, [1, 0, 2]].tolist(),
+                rotation=boxes.rotation[row].tolist(),
+                velocity=boxes.velocity[row],
+                num_pts=int(boxes.num_points[row]),
                 detection_name=detection,
                 # Attributes of other data sets are none to the metric.
                 attribute_name=attribute if attribute in ATTRIBUTES else "",
             )
-            for name, attribute, centre, size, rotation, velocity, num_points in columns
+            for row, (name, attribute) in enumerate(
+                zip(boxes.class_name, boxes.attribute, strict=True)
+            )
             if (detection := self._detection_name(name)) is not None
         ]
 
@@ -300,9 +292,8 @@ def _measure(truth: Any, predictions: Any, config: Any) -> Any:
     for name in config.class_names:
         for distance in config.dist_ths:
             curve = accumulate(truth, predictions, name, config.dist_fcn_callable, distance)
-            metrics.add_label_ap(
-                name, distance, calc_ap(curve, config.min_recall, config.min_precision)
-            )
+            ap = calc_ap(curve, config.min_recall, config.min_precision)
+            metrics.add_label_ap(name, distance, ap)
             if distance == config.dist_th_tp:
                 for error in ERRORS:
                     defined = error not in _UNDEFINED_ERRORS.get(name, ())

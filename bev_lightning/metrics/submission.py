@@ -92,9 +92,8 @@ def to_entries(
     axes = torch.stack([ahead, torch.linalg.cross(up, ahead), up], dim=-1)
     rotation = _rotation_to_quaternion(axes)
     velocity = boxes.velocity.detach().double()
-    velocity = torch.cat([velocity, torch.zeros_like(velocity[..., :1])], -1) @ linear.transpose(
-        1, 2
-    )
+    velocity = torch.cat([velocity, torch.zeros_like(velocity[..., :1])], -1)
+    velocity = velocity @ linear.transpose(1, 2)
     velocity = velocity.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)[..., :2]
     speed = velocity.norm(dim=-1)
     score = torch.ones_like(yaw) if boxes.score is None else boxes.score.detach().double()
@@ -129,31 +128,28 @@ def clean(results: Mapping[str, Sequence[Entry]]) -> tuple[Entries, Refused]:
     the highest score of each sample. The order stays.
     """
     cleaned: Entries = {}
-    invalid = over_limit = 0
-    first_invalid = first_over = ""
+    invalid: list[str] = []  # the sample of each box
+    over_limit: list[str] = []
     for token, entries in results.items():
         kept = [entry for entry in entries if _is_valid(entry)]
-        if len(kept) < len(entries):
-            invalid += len(entries) - len(kept)
-            first_invalid = first_invalid or token
+        invalid += [token] * (len(entries) - len(kept))
         if len(kept) > MAX_BOXES_PER_SAMPLE:
-            over_limit += len(kept) - MAX_BOXES_PER_SAMPLE
-            first_over = first_over or token
+            over_limit += [token] * (len(kept) - MAX_BOXES_PER_SAMPLE)
             order = sorted(range(len(kept)), key=lambda i: kept[i]["detection_score"], reverse=True)
             kept = [kept[i] for i in sorted(order[:MAX_BOXES_PER_SAMPLE])]
         cleaned[token] = kept
     if invalid:
         _warn_once(
-            f"{invalid} predicted boxes hold NaN or infinity or have no extent and were left out "
-            f"(first in sample {first_invalid})"
+            f"{len(invalid)} predicted boxes hold NaN or infinity or have no extent and were left "
+            f"out (first in sample {invalid[0]})"
         )
     if over_limit:
         _warn_once(
-            f"{over_limit} predicted boxes were left out: nuScenes allows "
+            f"{len(over_limit)} predicted boxes were left out: nuScenes allows "
             f"{MAX_BOXES_PER_SAMPLE} boxes a sample and those of highest score were kept "
-            f"(first in sample {first_over})"
+            f"(first in sample {over_limit[0]})"
         )
-    return cleaned, Refused(invalid, over_limit)
+    return cleaned, Refused(len(invalid), len(over_limit))
 
 
 def write_submission(
@@ -236,13 +232,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_valid(entry: Entry) -> bool:
-    numbers = (
-        *entry["translation"],
-        *entry["size"],
-        *entry["rotation"],
-        *entry["velocity"],
-        entry["detection_score"],
-    )
+    numbers = [entry["detection_score"], *(x for field in _LENGTHS for x in entry[field])]
     return all(map(math.isfinite, numbers)) and min(entry["size"]) > 0
 
 

@@ -147,7 +147,7 @@ class Batch:
                 )
             if isinstance(values[0], Boxes3D):
                 return Boxes3D.stack(
-                    [boxes[b] for boxes in values for b in range(boxes.valid.shape[0])]
+                    [boxes[b] for boxes in values for b in range(len(boxes.valid))]
                 )
             longest = max(value.features.shape[1] for value in values)
             padded = [
@@ -176,7 +176,7 @@ class Batch:
         Raises:
             ValueError: names the field, its wrong content and the samples.
         """
-        size = self.size
+        size, real, tokens = self.size, torch.float32, ", ".join(self.sample_tokens)
 
         def check(
             name: str, value: Tensor, shape: tuple[int | None, ...], dtype: torch.dtype
@@ -188,37 +188,26 @@ class Batch:
                 want = "(" + ", ".join("*" if s is None else str(s) for s in shape) + ")"
                 raise ValueError(
                     f"Batch.{name} is {tuple(value.shape)} {value.dtype}, expected {want} {dtype} "
-                    f"(samples {', '.join(self.sample_tokens)})"
+                    f"(samples {tokens})"
                 )
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                bad = [
-                    token
-                    for token, row in zip(self.sample_tokens, value, strict=True)
-                    if not bool(torch.isfinite(row).all())
-                ]
-                raise ValueError(
-                    f"Batch.{name} holds NaN or infinity in the samples {', '.join(bad)}"
-                )
+                rows = zip(self.sample_tokens, value, strict=True)
+                bad = ", ".join(token for token, row in rows if not torch.isfinite(row).all())
+                raise ValueError(f"Batch.{name} holds NaN or infinity in the samples {bad}")
 
         check("timestamps", self.timestamps, (size,), torch.int64)
         check("global_from_lidar", self.global_from_lidar, (size, 4, 4), torch.float64)
         check("global_from_ego", self.global_from_ego, (size, 4, 4), torch.float64)
-        check(
-            "lidar_from_previous_lidar", self.lidar_from_previous_lidar, (size, 4, 4), torch.float32
-        )
+        check("lidar_from_previous_lidar", self.lidar_from_previous_lidar, (size, 4, 4), real)
         check("has_previous", self.has_previous, (size,), torch.bool)
         if self.cameras is not None:
-            cameras = self.cameras.images.shape[1] if self.cameras.images.ndim == 5 else None
-            check("cameras.images", self.cameras.images, (size, None, 3, None, None), torch.float32)
-            check(
-                "cameras.image_from_lidar",
-                self.cameras.image_from_lidar,
-                (size, cameras, 4, 4),
-                torch.float32,
-            )
+            images, image_from_lidar = self.cameras.images, self.cameras.image_from_lidar
+            num = images.shape[1] if images.ndim == 5 else None
+            check("cameras.images", images, (size, None, 3, None, None), real)
+            check("cameras.image_from_lidar", image_from_lidar, (size, num, 4, 4), real)
         for name, cloud, width in (("points", self.points, 5), ("radar", self.radar, 8)):
             if cloud is not None:
-                check(f"{name}.features", cloud.features, (size, None, width), torch.float32)
+                check(f"{name}.features", cloud.features, (size, None, width), real)
                 check(f"{name}.count", cloud.count, (size,), torch.int64)
                 if bool((cloud.count > cloud.features.shape[1]).any()):
                     raise ValueError(
@@ -230,14 +219,12 @@ class Batch:
             check("targets.valid", boxes.valid, (size, None), torch.bool)
             check("targets.label", boxes.label, (size, boxes.num), torch.int64)
             for name, value, width in (("centre", boxes.centre, 3), ("size", boxes.size, 3)):
-                check(f"targets.{name}", value, (size, boxes.num, width), torch.float32)
-            check("targets.yaw", boxes.yaw, (size, boxes.num), torch.float32)
+                check(f"targets.{name}", value, (size, boxes.num, width), real)
+            check("targets.yaw", boxes.yaw, (size, boxes.num), real)
             if bool((boxes.size[boxes.valid] <= 0).any()):
-                raise ValueError(
-                    f"Batch.targets.size is not positive (samples {', '.join(self.sample_tokens)})"
-                )
+                raise ValueError(f"Batch.targets.size is not positive (samples {tokens})")
         if self.can_bus is not None:
-            check("can_bus", self.can_bus, (size, 18), torch.float32)
+            check("can_bus", self.can_bus, (size, 18), real)
         for frame in self.history:
             frame.validate()
         return self

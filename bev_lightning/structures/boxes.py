@@ -48,12 +48,7 @@ class Boxes3D:
     def stack(cls, samples: Sequence["Boxes3D"]) -> "Boxes3D":
         """Boxes ``(M_b,)`` of several samples as ``(B, max M_b)``, padding the shorter ones."""
         longest = max(sample.num for sample in samples)
-        padded = [sample.pad(longest) for sample in samples]
-        columns: dict[str, Any] = {}
-        for field in fields(cls):
-            values = [getattr(sample, field.name) for sample in padded]
-            columns[field.name] = None if values[0] is None else torch.stack(values)
-        return replace(padded[0], **columns)
+        return _combine([sample.pad(longest) for sample in samples], torch.stack)
 
     @property
     def num(self) -> int:
@@ -73,9 +68,6 @@ class Boxes3D:
             )
         )
 
-    def pin_memory(self) -> "Boxes3D":
-        return self._map(lambda value: value.pin_memory())
-
     def pad(self, num: int) -> "Boxes3D":
         """Append padding to ``num`` boxes. Raises ValueError if there are more already."""
         missing = num - self.num
@@ -84,16 +76,10 @@ class Boxes3D:
         if missing == 0:
             return self
         tail = Boxes3D.empty(*self.valid.shape[:-1], missing, device=self.valid.device)
-        columns: dict[str, Any] = {}
-        for field in fields(self):
-            value, end = getattr(self, field.name), getattr(tail, field.name)
-            if field.name == "score" and value is not None:
-                end = torch.zeros_like(tail.yaw)
-            dim = len(self.valid.shape) - 1
-            columns[field.name] = (
-                None if value is None else torch.cat([value, end.to(value.dtype)], dim)
-            )
-        return replace(self, **columns)
+        if self.score is not None:
+            tail = replace(tail, score=torch.zeros_like(tail.yaw))
+        dim = self.valid.ndim - 1
+        return _combine([self, tail], lambda pair: torch.cat([pair[0], pair[1].to(pair[0])], dim))
 
     def transform(self, dst_from_src: Tensor) -> "Boxes3D":
         """The same boxes in another frame.
@@ -130,19 +116,18 @@ class Boxes3D:
         )
         local = unit * self.size[..., None, :]
         cos, sin = self.yaw.cos()[..., None], self.yaw.sin()[..., None]
-        rotated = torch.stack(
-            [
-                local[..., 0] * cos - local[..., 1] * sin,
-                local[..., 0] * sin + local[..., 1] * cos,
-                local[..., 2],
-            ],
-            dim=-1,
-        )
+        x, y, z = local.unbind(-1)
+        rotated = torch.stack([x * cos - y * sin, x * sin + y * cos, z], dim=-1)
         return rotated + self.centre[..., None, :]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Boxes3D":
-        columns: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            columns[field.name] = None if value is None else function(value)
-        return replace(self, **columns)
+        return _combine([self], lambda values: function(values[0]))
+
+
+def _combine(boxes: list[Boxes3D], function: Callable[[list[Tensor]], Tensor]) -> Boxes3D:
+    """Apply a function to each field's tensors, unless they are None."""
+    columns: dict[str, Any] = {}
+    for field in fields(Boxes3D):
+        values = [getattr(one, field.name) for one in boxes]
+        columns[field.name] = None if values[0] is None else function(values)
+    return replace(boxes[0], **columns)

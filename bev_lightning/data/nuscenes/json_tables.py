@@ -133,33 +133,32 @@ def read_numbers(
     table: str, records: Sequence[dict[str, Any]], field: str, shape: tuple[int, ...]
 ) -> np.ndarray:
     """A field as ``(N, *shape)`` finite float64. Raises InputError naming the invalid record."""
-    try:
-        numbers = np.array([record[field] for record in records], np.float64)
-        if numbers.shape == (len(records), *shape) and np.isfinite(numbers).all():
-            return numbers
-    except (TypeError, ValueError):
-        pass
+
+    def parse(values: list[Any]) -> np.ndarray | None:
+        try:
+            numbers = np.array(values, np.float64)
+        except (TypeError, ValueError):
+            return None
+        is_valid = numbers.shape == (len(values), *shape) and np.isfinite(numbers).all()
+        return numbers if is_valid else None
+
     if not records:
         return np.zeros((0, *shape))
-    for record in records:
-        if len(records) == 1:
-            size = " x ".join(str(length) for length in shape)
-            raise InputError(
-                f"the record {record['token']} of {table}.json has {field} = {record[field]!r} "
-                f"instead of {size} finite numbers; download the metadata again"
-            )
-        read_numbers(table, [record], field, shape)
-    raise AssertionError("each record alone is valid")
+    numbers = parse([record[field] for record in records])
+    if numbers is None:
+        record = next(record for record in records if parse([record[field]]) is None)
+        size = " x ".join(map(str, shape))
+        what = f"{field} = {record[field]!r} instead of {size} finite numbers"
+        raise _invalid(table, record, what)
+    return numbers
 
 
 def read_rotations(table: str, records: Sequence[dict[str, Any]]) -> np.ndarray:
     """``(N, 4)`` quaternions w, x, y, z. Raises InputError."""
     rotations = read_numbers(table, records, "rotation", (4,))
     for row in np.flatnonzero(~rotations.any(axis=1)):
-        raise InputError(
-            f"the record {records[row]['token']} of {table}.json has a rotation of four zeros, "
-            f"which is no quaternion; download the metadata again"
-        )
+        what = "a rotation of four zeros, which is no quaternion"
+        raise _invalid(table, records[row], what)
     return rotations
 
 
@@ -172,15 +171,11 @@ def read_poses(table: str, records: Sequence[dict[str, Any]]) -> np.ndarray:
 def read_integers(table: str, records: Sequence[dict[str, Any]], field: str) -> np.ndarray:
     """``(N,)`` int64, 0 for null. Raises InputError."""
     values = [record[field] or 0 for record in records]
-    if {type(value) for value in values} <= {int}:
-        return np.array(values, np.int64)
-    for record, value in zip(records, values, strict=True):
-        if type(value) is not int:
-            raise InputError(
-                f"the record {record['token']} of {table}.json has {field} = {value!r} instead of "
-                f"a whole number; download the metadata again"
-            )
-    raise AssertionError("all values are whole numbers")
+    if not set(map(type, values)) <= {int}:
+        record = next(record for record in records if type(record[field] or 0) is not int)
+        what = f"{field} = {record[field]!r} instead of a whole number"
+        raise _invalid(table, record, what)
+    return np.array(values, np.int64)
 
 
 def read_strings(table: str, records: Sequence[dict[str, Any]], field: str) -> pa.Array:
@@ -210,6 +205,12 @@ def read_paths(records: Sequence[dict[str, Any]]) -> pa.Array:
             normalised[row], records[row]["filename"], records[row]["token"]
         )
     return pa.array(normalised, pa.string())
+
+
+def _invalid(table: str, record: Mapping[str, Any], what: str) -> InputError:
+    return InputError(
+        f"the record {record['token']} of {table}.json has {what}; download the metadata again"
+    )
 
 
 def lookup_error(table: str, token: Any) -> InputError:
@@ -416,11 +417,8 @@ def _order_samples(
             scenes.append(Scene(row["token"], row["name"], start, len(samples)))
     for sample in samples:
         if type(sample["timestamp"]) is not int:
-            raise InputError(
-                f"the record {sample['token']} of sample.json has timestamp = "
-                f"{sample['timestamp']!r} instead of whole microseconds; download the "
-                f"metadata again"
-            )
+            what = f"timestamp = {sample['timestamp']!r} instead of whole microseconds"
+            raise _invalid("sample", sample, what)
     return tuple(scenes), tuple(samples), numbers
 
 
@@ -431,10 +429,8 @@ def _read_intrinsics(calibrations: list[dict[str, Any]], is_camera: list[bool]) 
     matrices = read_numbers("calibrated_sensor", cameras, "camera_intrinsic", (3, 3))
     for record, matrix in zip(cameras, matrices, strict=True):
         if np.linalg.det(matrix) == 0:
-            raise InputError(
-                f"the record {record['token']} of calibrated_sensor.json has a camera_intrinsic "
-                f"that cannot be inverted: {matrix.tolist()}; download the metadata again"
-            )
+            what = f"a camera_intrinsic that cannot be inverted: {matrix.tolist()}"
+            raise _invalid("calibrated_sensor", record, what)
     intrinsic[rows] = matrices.reshape(-1, 9)
     return intrinsic
 
@@ -509,10 +505,8 @@ def _read_boxes(tables: SmallTables, records: _Records) -> pa.RecordBatch:
     kept = [records[row] for row in rows]
     size = read_numbers(table, kept, "size", (3,))
     for row in np.flatnonzero(~(size > 0).all(axis=1)):
-        raise InputError(
-            f"the record {kept[row]['token']} of {table}.json has the size {size[row].tolist()}, "
-            f"which must be positive; download the metadata again"
-        )
+        what = f"the size {size[row].tolist()}, which must be positive"
+        raise _invalid(table, kept[row], what)
     attributes = [record["attribute_tokens"] for record in kept]
     try:
         attribute = [_attribute_number(tables.attribute_of_token, tokens) for tokens in attributes]

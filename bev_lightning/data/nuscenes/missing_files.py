@@ -36,19 +36,19 @@ def filter_missing(
     Raises:
         InputError: a file is missing and ``on_missing`` is "error", or no sample is left.
     """
+    num_sweeps: dict[str, int] = {}  # by channel
+    if inputs.camera is not None:
+        num_sweeps |= dict.fromkeys(inputs.camera.channels, 0)
+    if inputs.lidar is not None:
+        num_sweeps[inputs.lidar.channel] = inputs.lidar.sweeps
+    if inputs.radar is not None:
+        num_sweeps |= dict.fromkeys(inputs.radar.channels, inputs.radar.sweeps)
     needs: dict[str, list[str]] = {}
     dropped: dict[str, str] = {}
     for token in tokens:
         sample = index.sample(token)
-        channels: list[tuple[str, int]] = []
-        if inputs.camera is not None:
-            channels += [(channel, 0) for channel in inputs.camera.channels]
-        if inputs.lidar is not None:
-            channels.append((inputs.lidar.channel, inputs.lidar.sweeps))
-        if inputs.radar is not None:
-            channels += [(channel, inputs.radar.sweeps) for channel in inputs.radar.channels]
         needs[token] = []
-        for channel, sweeps in channels:
+        for channel, sweeps in num_sweeps.items():
             rows = sample.readings.find(channel)[: sweeps + 1]
             if not rows or sample.readings.depth[rows[0]] != 0:
                 dropped[token] = (
