@@ -28,10 +28,8 @@ class BoxCounts:
         """Warnings about classes without boxes and boxes without velocity."""
         total, messages = int(self.num_boxes.sum()), []
         if total == 0:
-            return [
-                f"none of the {len(self.num_boxes)} training samples has a box to train on: check "
-                f"data.classes and data.min_points"
-            ]
+            samples = f"none of the {len(self.num_boxes)} training samples"
+            return [f"{samples} has a box to train on: check data.classes and data.min_points"]
         counts = zip(self.classes, self.num_boxes.sum(0), strict=True)
         if absent := [name for name, num in counts if not num]:
             messages.append(f"no training sample has a box of {', '.join(absent)} to train on")

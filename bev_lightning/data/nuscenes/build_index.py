@@ -48,19 +48,8 @@ from bev_lightning.errors import InputError
 _MAX_SECONDS_APART = 1.5  # between the boxes of a velocity; the devkit's limit
 _CHUNK_BYTES = 16 << 20
 _SCENES_PER_PART = 16
-_TABLES = (
-    "attribute",
-    "calibrated_sensor",
-    "category",
-    "ego_pose",
-    "instance",
-    "sample",
-    "sample_annotation",
-    "sample_data",
-    "scene",
-    "sensor",
-    "splits",
-)
+_SMALL = ("attribute", "calibrated_sensor", "category", "instance", "sample", "scene", "sensor")
+_TABLES = sorted((*LARGE_TABLE_FIELDS, *_SMALL, "splits"))
 _Lists = dict[str, pa.Array]
 
 
@@ -175,11 +164,7 @@ class JoinInputs:
 
 
 def join_poses(path: Path, ego_poses: list[Path], readings: list[Path]) -> None:
-    """Write the ego pose of each reading, one record batch per chunk of readings.
-
-    Raises:
-        InputError: a reading's pose is not in the table.
-    """
+    """Write the ego pose of each reading, one record batch per chunk of readings."""
     chunks = [read_part(part)[0] for part in readings]
     wanted = pa.chunked_array([chunk.column("ego_pose") for chunk in chunks], pa.string())
     values = np.full((len(wanted), 7), np.nan)

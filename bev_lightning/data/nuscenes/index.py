@@ -162,37 +162,18 @@ class Index:
         return self._lists[number]
 
     def _readings(self, values: dict[str, Any], calibrations: dict[str, Any]) -> Readings:
-        calibration = values["calibration"]
-        return Readings(
-            channel=tuple(self.channels[number] for number in values["channel"].tolist()),
-            depth=values["depth"].astype(np.int64),
-            token=values["token"],
-            path=values["path"],
-            timestamp=values["timestamp"],
-            ego_from_sensor=calibrations["ego_from_sensor"][calibration],
-            global_from_ego=values["global_from_ego"],
-            intrinsic=calibrations["intrinsic"][calibration].reshape(-1, 3, 3),
-            size=values["size"].astype(np.int64),
-            lens=calibrations["lens"][calibration].astype(np.int64),
-            distortion=calibrations["distortion"][calibration],
-        )
+        used = values.pop("calibration")
+        columns = {name: column[used] for name, column in calibrations.items()}
+        columns["intrinsic"] = columns["intrinsic"].reshape(-1, 3, 3)
+        values["channel"] = tuple(self.channels[number] for number in values["channel"].tolist())
+        return Readings(**values, **columns)
 
     def _annotations(self, values: dict[str, Any]) -> Annotations:
-        category = values["category"].tolist()
-        return Annotations(
-            token=values["token"],
-            instance=values["instance"],
-            category=tuple(self._categories[number] for number in category),
-            class_name=tuple(self.category_classes[number] for number in category),
-            attribute=tuple(self._attributes[number] for number in values["attribute"].tolist()),
-            centre=values["centre"],
-            size=values["size"],
-            rotation=values["rotation"],
-            velocity=values["velocity"],
-            num_lidar_pts=values["num_lidar_pts"].astype(np.int64),
-            num_radar_pts=values["num_radar_pts"].astype(np.int64),
-            visibility=values["visibility"].astype(np.int64),
-        )
+        category, attribute = values["category"].tolist(), values["attribute"].tolist()
+        values["category"] = tuple(self._categories[number] for number in category)
+        values["class_name"] = tuple(self.category_classes[number] for number in category)
+        values["attribute"] = tuple(self._attributes[number] for number in attribute)
+        return Annotations(**values)
 
 
 def open_index(
@@ -254,12 +235,16 @@ def _open_current(
 
 
 def _take(lists: dict[str, Any], row: int) -> dict[str, Any]:
+    """The items of a sample: strings as a tuple, integers as int64."""
     start, stop = lists["offsets"][row : row + 2].tolist()
-    taken = {name: values[start:stop] for name, values in lists.items() if name != "offsets"}
-    return {
-        name: tuple(values.to_pylist()) if isinstance(values, pa.Array) else values
-        for name, values in taken.items()
-    }
+    taken: dict[str, Any] = {}
+    for name, values in lists.items():
+        if isinstance(values, pa.Array):
+            taken[name] = tuple(values[start:stop].to_pylist())
+        elif name != "offsets":
+            dtype = np.int64 if values.dtype.kind == "i" else values.dtype
+            taken[name] = values[start:stop].astype(dtype, copy=False)
+    return taken
 
 
 def _to_array(values: pa.Array, kind: pa.DataType) -> pa.Array | np.ndarray:

@@ -3,6 +3,9 @@
 A table is one JSON list. Small tables become :class:`SmallTables`. The three large ones, with
 millions of records, are split between records into chunks; several processes parse a chunk each
 into Arrow columns, so that no process ever holds a whole table.
+
+All functions raise InputError, which names file, record and field, where a table is missing or
+broken or a token is in no table.
 """
 
 import json
@@ -73,21 +76,13 @@ class TableChunk:
 
 
 def read_table(folder: Path, name: str, fields: Iterable[str]) -> list[dict[str, Any]]:
-    """Read all records of a small table; none where a test set has no annotations.
-
-    Raises:
-        InputError: the table is missing, is not JSON, no list of records or lacks a field.
-    """
+    """Read all records of a small table; none where a test set has no annotations."""
     chunks = split_table(folder, name, None)
     return read_records(chunks[0], fields) if chunks else []
 
 
 def split_table(folder: Path, name: str, chunk_bytes: int | None) -> list[TableChunk]:
-    """Split a table into chunks of about ``chunk_bytes`` bytes; None: one chunk.
-
-    Raises:
-        InputError: the table is missing or not a list.
-    """
+    """Split a table into chunks of about ``chunk_bytes`` bytes; None: one chunk."""
     path = folder / f"{name}.json"
     try:
         with open(path, "rb") as file:
@@ -104,11 +99,7 @@ def split_table(folder: Path, name: str, chunk_bytes: int | None) -> list[TableC
 
 
 def read_records(chunk: TableChunk, fields: Iterable[str]) -> list[dict[str, Any]]:
-    """Parse the records of a chunk.
-
-    Raises:
-        InputError: it is not JSON, or a record lacks one of the fields.
-    """
+    """Parse the records of a chunk."""
     with open(chunk.path, "rb") as file:
         file.seek(chunk.start)
         content = b"[" + file.read(chunk.stop - chunk.start) + b"]"
@@ -132,7 +123,7 @@ def read_records(chunk: TableChunk, fields: Iterable[str]) -> list[dict[str, Any
 def read_numbers(
     table: str, records: Sequence[dict[str, Any]], field: str, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """A field as ``(N, *shape)`` finite float64. Raises InputError naming the invalid record."""
+    """A field as ``(N, *shape)`` finite float64."""
 
     def parse(values: list[Any]) -> np.ndarray | None:
         try:
@@ -154,7 +145,7 @@ def read_numbers(
 
 
 def read_rotations(table: str, records: Sequence[dict[str, Any]]) -> np.ndarray:
-    """``(N, 4)`` quaternions w, x, y, z. Raises InputError."""
+    """``(N, 4)`` quaternions w, x, y, z."""
     rotations = read_numbers(table, records, "rotation", (4,))
     for row in np.flatnonzero(~rotations.any(axis=1)):
         what = "a rotation of four zeros, which is no quaternion"
@@ -163,13 +154,13 @@ def read_rotations(table: str, records: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def read_poses(table: str, records: Sequence[dict[str, Any]]) -> np.ndarray:
-    """``(N, 7)`` translations [m] and quaternions. Raises InputError."""
+    """``(N, 7)`` translations [m] and quaternions."""
     translations = read_numbers(table, records, "translation", (3,))
     return np.concatenate([translations, read_rotations(table, records)], axis=1)
 
 
 def read_integers(table: str, records: Sequence[dict[str, Any]], field: str) -> np.ndarray:
-    """``(N,)`` int64, 0 for null. Raises InputError."""
+    """``(N,)`` int64, 0 for null."""
     values = [record[field] or 0 for record in records]
     if not set(map(type, values)) <= {int}:
         record = next(record for record in records if type(record[field] or 0) is not int)
@@ -179,7 +170,7 @@ def read_integers(table: str, records: Sequence[dict[str, Any]], field: str) -> 
 
 
 def read_strings(table: str, records: Sequence[dict[str, Any]], field: str) -> pa.Array:
-    """``(N,)`` strings, empty for null. Raises InputError."""
+    """``(N,)`` strings, empty for null."""
     try:
         return pa.array([record[field] or "" for record in records], pa.string())
     except (pa.ArrowTypeError, pa.ArrowInvalid):
@@ -190,11 +181,7 @@ def read_strings(table: str, records: Sequence[dict[str, Any]], field: str) -> p
 
 
 def read_paths(records: Sequence[dict[str, Any]]) -> pa.Array:
-    """``(N,)`` paths of sample_data with forward slashes.
-
-    Raises:
-        InputError: one is empty, absolute or outside the root.
-    """
+    """``(N,)`` paths of sample_data with forward slashes; none may be empty or outside the root."""
     paths = pc.replace_substring(read_strings("sample_data", records, "filename"), "\\", "/")
     unusual = pc.match_substring_regex(paths, _UNUSUAL_PATH).to_numpy(zero_copy_only=False)
     if not unusual.any():
@@ -222,7 +209,7 @@ def lookup_error(table: str, token: Any) -> InputError:
 
 
 def check_name(name: str, what: str) -> None:
-    """Refuse a name that cannot be part of a file's name. Raises InputError."""
+    """Refuse a name that cannot be part of a file's name."""
     if not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
         raise InputError(
             f"{what} {name!r} cannot be part of a file's name: remove slashes, colons and dots, or "
@@ -287,11 +274,7 @@ class SmallTables:
 
 
 def read_small_tables(folder: Path) -> SmallTables:
-    """Read the small tables of a version's folder.
-
-    Raises:
-        InputError: a table is missing or broken, or a token is in no table.
-    """
+    """Read the small tables of a version's folder."""
     scenes, samples, numbers = _order_samples(folder)
     sensors = {row["token"]: row for row in read_table(folder, "sensor", ("token", "channel"))}
     channels = tuple(sorted({str(sensor["channel"]) for sensor in sensors.values()}))
@@ -336,9 +319,6 @@ def read_chunk(tables: SmallTables, chunk: TableChunk) -> pa.RecordBatch:
     """Parse a chunk of a large table into the columns that the index needs, sorted by sample.
 
     Records of one sample stay in the table's order.
-
-    Raises:
-        InputError: a record is broken, its token is in no table, or its path is outside the root.
     """
     table = chunk.path.stem
     records = read_records(chunk, LARGE_TABLE_FIELDS[table])
@@ -346,11 +326,7 @@ def read_chunk(tables: SmallTables, chunk: TableChunk) -> pa.RecordBatch:
 
 
 def find_rows(wanted: pa.ChunkedArray, tokens: pa.ChunkedArray, table: str) -> np.ndarray:
-    """Rows of the wanted tokens among ``tokens``, ``(N,)`` int64; -1 for empty ones.
-
-    Raises:
-        InputError: a wanted token is not among them.
-    """
+    """Rows of the wanted tokens among ``tokens``, ``(N,)`` int64; -1 for empty ones."""
     found = pc.fill_null(pc.index_in(wanted, value_set=tokens), -1)
     rows = np.asarray(found.to_numpy(), np.int64)
     missing = np.flatnonzero(rows < 0)
@@ -362,12 +338,7 @@ def find_rows(wanted: pa.ChunkedArray, tokens: pa.ChunkedArray, table: str) -> n
 
 
 def read_splits(folder: Path, scenes: Sequence[Scene]) -> dict[str, tuple[str, ...]]:
-    """Scene names of each split that has scenes here: official splits and those of splits.json.
-
-    Raises:
-        InputError: splits.json is not an object of lists of scene names, or a name cannot be part
-        of a file's.
-    """
+    """Scene names of each split that has scenes here: official splits and those of splits.json."""
     from nuscenes.utils.splits import create_splits_scenes  # imports matplotlib
 
     names = {scene.name for scene in scenes}

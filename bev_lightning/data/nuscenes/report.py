@@ -212,15 +212,10 @@ def _name(scenes: tuple[str, ...]) -> str:
 
 
 def _describe(files: Files) -> str:
-    return ", ".join(
-        f"{num} {what}{_bad(missing, corrupt)}"
-        for num, what, missing, corrupt in (
-            (files.key_frames, "key frames", files.missing_key_frames, files.corrupt_key_frames),
-            (files.sweeps, "sweeps", files.missing_sweeps, files.corrupt_sweeps),
-        )
-    )
-
-
-def _bad(missing: int, corrupt: int) -> str:
-    found = [f"{num} {kind}" for num, kind in ((missing, "missing"), (corrupt, "corrupt")) if num]
-    return f" ({', '.join(found)})" if found else ""
+    texts = []
+    for kind in ("key_frames", "sweeps"):
+        faults = {fault: getattr(files, f"{fault}_{kind}") for fault in ("missing", "corrupt")}
+        found = ", ".join(f"{num} {fault}" for fault, num in faults.items() if num)
+        text = f"{getattr(files, kind)} {kind.replace('_', ' ')}"
+        texts.append(f"{text} ({found})" if found else text)
+    return ", ".join(texts)

@@ -1,6 +1,5 @@
 """Reads and checks sensor files of nuScenes; errors name path and size."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -125,16 +124,21 @@ def read_radar_file(path: Path) -> np.ndarray:
 
 def is_whole_jpeg(content: bytes, size: tuple[int, int]) -> bool:
     """Whether the bytes are a complete JPEG of this height and width, judged by its markers."""
-    found = None
-    for marker, begin, end in _segments(content):
+    found, at = None, 2 if content[:2] == b"\xff\xd8" else len(content)
+    while at + 4 <= len(content) and content[at] == 0xFF:
+        marker, begin = content[at + 1], at + 4
+        if marker == 0xFF:  # fill
+            at += 1
+            continue
+        at += 2 + int.from_bytes(content[at + 2 : begin], "big")
+        if at > len(content):
+            break
         if marker in _FRAME_HEADERS:
-            found = (
-                int.from_bytes(content[begin + 1 : begin + 3], "big"),
-                int.from_bytes(content[begin + 3 : begin + 5], "big"),
-            )
+            height, width = content[begin + 1 : begin + 3], content[begin + 3 : begin + 5]
+            found = int.from_bytes(height, "big"), int.from_bytes(width, "big")
         elif marker == _SCAN:  # behind it FF D9 is the end and nothing else
-            last = content.rfind(_ENDS["JPEG"], end)
-            return found == tuple(size) and last >= 0 and content.find(_HOLE, end, last) < 0
+            last = content.rfind(_ENDS["JPEG"], at)
+            return found == tuple(size) and last >= 0 and content.find(_HOLE, at, last) < 0
     return False
 
 
@@ -168,17 +172,3 @@ def describe(error: BaseException) -> str:
     """An error's text in one line, without the memory address PIL puts in."""
     text = " ".join(str(error).split())
     return "not an image" if "cannot identify image file" in text else text or type(error).__name__
-
-
-def _segments(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Marker, begin and end of the payload of a JPEG's segments, up to the first truncated one."""
-    at = 2 if content[:2] == b"\xff\xd8" else len(content)
-    while at + 4 <= len(content) and content[at] == 0xFF:
-        if content[at + 1] == 0xFF:  # fill
-            at += 1
-            continue
-        end = at + 2 + int.from_bytes(content[at + 2 : at + 4], "big")
-        if end > len(content):
-            return
-        yield content[at + 1], at + 4, end
-        at = end
