@@ -17,6 +17,9 @@ from bev_lightning.config.compose import key_of
 from bev_lightning.hardware.machine import Machine, detect_machine
 from bev_lightning.progress import track
 
+# Further columns of a finished training, from score.json.
+_COLUMNS = ("cpu_ms_per_sample", "effective_batch", "loss", "skipped_steps")
+
 
 def measure_axes(
     cfg: DictConfig, axes: Mapping[str, Any], steps: int
@@ -106,11 +109,5 @@ def _train(overrides: Sequence[str], combination: dict[str, str], steps: int, fo
         ms=1e3 / speed if speed else None,
         samples_per_s=speed,
         peak_mib=score["peak_mib"],
-        more={
-            "cpu_ms_per_sample": score["cpu_ms_per_sample"],
-            "effective_batch": score["effective_batch"],
-            "loss": score["loss"],
-            "skipped_steps": score["skipped_steps"],
-            "outcome": "finished",
-        },
+        more={key: score[key] for key in _COLUMNS} | {"outcome": "finished"},
     )

@@ -4,6 +4,7 @@ Each loader runs as in a training, with its worker processes; the batches are di
 that of all processes together, measured after the loader has started. The loaders take turns.
 """
 
+import contextlib
 import os
 import statistics
 import tempfile
@@ -18,13 +19,13 @@ import cv2
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from bev_lightning.benchmarks.random_sensor_files import make_recordings
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.benchmarks.timing import time_all
 from bev_lightning.data.loaders.decode import read_image_into, read_points_into
-from bev_lightning.data.loaders.image_cache import ImageCache, open_image_cache
+from bev_lightning.data.loaders.image_cache import open_image_cache
 from bev_lightning.data.loaders.protocol import Loader
 from bev_lightning.data.loaders.reference import normalise_images, read_image, read_points
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
@@ -103,6 +104,16 @@ class _Timings:
     cpu_ms: list[float] = field(default_factory=list)
     peak_mib: list[float] = field(default_factory=list)
 
+    def add(self, items: Iterator[Any], num_untimed: int, num: int) -> None:
+        """Time ``num`` items, after some untimed ones."""
+        for _ in range(num_untimed):
+            next(items)
+        wall, cpu = time.perf_counter(), _cpu_s()
+        for _ in range(num):
+            next(items)
+        self.wall_ms.append((time.perf_counter() - wall) * 1e3 / num)
+        self.cpu_ms.append((_cpu_s() - cpu) * 1e3 / num)
+
 
 def _measure_loaders(
     frames: FrameSource,
@@ -130,8 +141,12 @@ def _measure_loaders(
     timings = {name: _Timings() for name in loaders}
     for repeat in range(repeats):
         for name, loader in loaders.items():
-            cache = image_cache if "cache" in name else None
-            _run(loader, frames, sampler, repeat, num_batches, timings[name], cache)
+            start, cache = repeat * num_batches, image_cache if "cache" in name else None
+            with contextlib.closing(
+                loader.open(frames, sampler, start, start + 1000, cache)
+            ) as batches:
+                timings[name].add(batches, 2, num_batches)
+                timings[name].peak_mib.append(_memory_mib())
     rows = []
     for name, one in timings.items():
         ms, cpu_ms = statistics.median(one.wall_ms), statistics.median(one.cpu_ms) / batch_size
@@ -141,43 +156,9 @@ def _measure_loaders(
         hit_rate = loaders[name].stats.cache_hit_rate
         if hit_rate is not None:
             more["cache_hit_rate"] = hit_rate
-        rows.append(
-            Row(
-                name,
-                "loader",
-                ms,
-                cpu_ms,
-                1e3 * batch_size / ms,
-                max(one.peak_mib),
-                more=more,
-            )
-        )
+        speed = 1e3 * batch_size / ms
+        rows.append(Row(name, "loader", ms, cpu_ms, speed, max(one.peak_mib), more=more))
     return rows
-
-
-def _run(
-    loader: Loader,
-    frames: FrameSource,
-    sampler: TrainSampler,
-    repeat: int,
-    num_batches: int,
-    timings: _Timings,
-    image_cache: ImageCache | None,
-) -> None:
-    """Time some batches of a running loader."""
-    start = repeat * num_batches
-    batches = loader.open(frames, sampler, start, start + 1000, image_cache)
-    try:
-        for _ in range(2):
-            next(batches)
-        wall, cpu = time.perf_counter(), _cpu_s()
-        for _ in range(num_batches):
-            next(batches)
-        timings.wall_ms.append((time.perf_counter() - wall) * 1e3 / num_batches)
-        timings.cpu_ms.append((_cpu_s() - cpu) * 1e3 / num_batches)
-        timings.peak_mib.append(_memory_mib())
-    finally:
-        batches.close()
 
 
 def _measure_parts(frames: FrameSource, repeats: int) -> tuple[list[Row], float]:
@@ -234,20 +215,6 @@ def _time_parts(group: str, ways: dict[str, Callable[[], object]], repeats: int)
     return [Row(name, group, time.ms, time.cpu_ms) for name, time in timings.items()]
 
 
-class _Tensors(Dataset[torch.Tensor]):
-    """Yields copies of a tensor."""
-
-    def __init__(self, tensor: torch.Tensor, num: int) -> None:
-        self.tensor = tensor
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return self.tensor.clone()
-
-
 def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list[Row]:
     """Rows of sending a sample's images from a worker to this process."""
     if frames.inputs.camera is None:
@@ -257,7 +224,10 @@ def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list
     floats = torch.zeros(1, pixels.shape[0], 3, height, width)
 
     def load(tensor: torch.Tensor) -> Iterator[Any]:
-        return iter(DataLoader(_Tensors(tensor, 2 * num), batch_size=None, num_workers=1))
+        # Cloned in the worker, because sending a tensor moves it to shared memory.
+        dataset: Any = [tensor] * (2 * num)
+        clone: Any = torch.clone
+        return iter(DataLoader(dataset, None, num_workers=1, collate_fn=clone))
 
     def pass_slots() -> Iterator[Any]:
         pool = SlotPool(4, pixels.nbytes)
@@ -277,24 +247,9 @@ def _measure_transport(frames: FrameSource, repeats: int, num: int = 40) -> list
     timings = {name: _Timings() for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
-            items = way()
-            for _ in range(8):
-                next(items)
-            wall, cpu = time.perf_counter(), _cpu_s()
-            for _ in range(num):
-                next(items)
-            timings[name].wall_ms.append((time.perf_counter() - wall) * 1e3 / num)
-            timings[name].cpu_ms.append((_cpu_s() - cpu) * 1e3 / num)
-            del items
-    return [
-        Row(
-            name,
-            "worker to main process",
-            statistics.median(one.wall_ms),
-            statistics.median(one.cpu_ms),
-        )
-        for name, one in timings.items()
-    ]
+            timings[name].add(way(), 8, num)
+    group, median = "worker to main process", statistics.median
+    return [Row(name, group, median(t.wall_ms), median(t.cpu_ms)) for name, t in timings.items()]
 
 
 def _fill(pool: SlotPool, pixels: np.ndarray, job: int, slot: int) -> None:
@@ -303,21 +258,14 @@ def _fill(pool: SlotPool, pixels: np.ndarray, job: int, slot: int) -> None:
 
 def _cpu_s() -> float:
     """CPU time of this process and its descendants [s], with the resolution of schedstat."""
-    total = 0.0
-    for process in _processes():
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            total += int((thread / "schedstat").read_text().split()[0]) * 1e-9
-    return total
+    threads = (one for pid in _processes() for one in Path(f"/proc/{pid}/task").iterdir())
+    return sum(int((one / "schedstat").read_text().split()[0]) for one in threads) * 1e-9
 
 
 def _memory_mib() -> float:
     """Memory of this process and its descendants [MiB]; shared memory counts once."""
-    total = 0
-    for process in _processes():
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1])
-    return total / 1024
+    texts = (Path(f"/proc/{process}/smaps_rollup").read_text() for process in _processes())
+    return sum(int(text.split("\nPss:")[1].split()[0]) for text in texts) / 1024
 
 
 def _processes() -> list[int]:

@@ -3,23 +3,14 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from bev_lightning.benchmarks.report import Row
 from bev_lightning.benchmarks.timing import peak_extra_mib, time_all
-from bev_lightning.ops.backend import use_reference
 
-T = TypeVar("T")
 Forward = Callable[[], Tensor]
-
-
-def by_reference(function: Callable[[], T]) -> T:
-    """Call a function with all operators on their reference."""
-    with use_reference():
-        return function()
 
 
 def measure_forward(
@@ -29,17 +20,16 @@ def measure_forward(
     counted: Mapping[str, float],
 ) -> list[Row]:
     """Time several implementations without gradient; arguments as :func:`measure_backward`."""
-    timings = time_all(functions, repeats, group)
     return [
         Row(
-            name=name,
-            group=group,
-            ms=timings[name].ms,
-            cpu_ms=timings[name].cpu_ms,
-            peak_mib=peak_extra_mib(function),
-            more=dict(counted),
+            name,
+            group,
+            timing.ms,
+            timing.cpu_ms,
+            peak_mib=peak_extra_mib(functions[name]),
+            more={**counted},
         )
-        for name, function in functions.items()
+        for name, timing in time_all(functions, repeats, group).items()
     ]
 
 
@@ -61,40 +51,26 @@ def measure_backward(
         repeats: timed calls, whose median is reported.
         counted: further columns, the same for all rows.
     """
-    forward_ms: dict[str, list[float]] = {name: [] for name in functions}
+    results_mib = 4.0 * (grad.numel() + sum(leaf.numel() for leaf in leaves)) / 2**20
+    rows = []
+    # Not interleaved: otherwise one pays for returning the memory that another has freed.
+    for name, function in functions.items():
+        forward_ms: list[float] = []
 
-    def make_step(name: str, function: Forward) -> Callable[[], object]:
-        def step() -> None:
+        def step(forward: Forward = function, forward_ms: list[float] = forward_ms) -> None:
             start = time.process_time()
-            out = function()
+            out = forward()
             if out.is_cuda:
                 torch.cuda.synchronize()
-            forward_ms[name].append(1e3 * (time.process_time() - start))
+            forward_ms.append(1e3 * (time.process_time() - start))
             torch.autograd.grad(out, leaves, grad)
 
-        return step
-
-    steps = {name: make_step(name, function) for name, function in functions.items()}
-    # Not interleaved: otherwise one pays for returning the memory that another has freed.
-    timings = {
-        name: time_all({name: step}, repeats, f"{group}, {name}")[name]
-        for name, step in steps.items()
-    }
-    results_mib = 4.0 * (grad.numel() + sum(leaf.numel() for leaf in leaves)) / 2**20
-    forward = {name: statistics.median(values[1:]) for name, values in forward_ms.items()}
-    rows = []
-    for name, step in steps.items():
+        timing = time_all({name: step}, repeats, f"{group}, {name}")[name]
+        forward_cpu_ms = statistics.median(forward_ms[1:])
         peak_mib = peak_extra_mib(step)
         # Output and gradients are part of the peak.
         extra_mib = None if peak_mib is None else max(0.0, peak_mib - results_mib)
-        rows.append(
-            Row(
-                name=name,
-                group=group,
-                ms=timings[name].ms,
-                cpu_ms=timings[name].cpu_ms,
-                peak_mib=peak_mib,
-                more={"forward_cpu_ms": forward[name], "extra_mib": extra_mib, **counted},
-            )
-        )
+        row = Row(name, group, timing.ms, timing.cpu_ms, peak_mib=peak_mib)
+        row.more.update({"forward_cpu_ms": forward_cpu_ms, "extra_mib": extra_mib, **counted})
+        rows.append(row)
     return rows

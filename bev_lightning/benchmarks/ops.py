@@ -3,8 +3,9 @@
 The roofline model is that of Williams et al. 2009.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from omegaconf import DictConfig
@@ -19,22 +20,24 @@ from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.benchmarks.timing import COPY_MIB, measure_copy, measure_matmul
 from bev_lightning.errors import InputError
 
-
-@dataclass(frozen=True)
-class _Size:
-    image_size: tuple[int, int]
-    channels: int
-    cell_m: float
-    sides: tuple[int, ...]
-    num_queries: tuple[int, int]
-    num_cells: int
-    num_points: int
-    num_boxes: int
-
-
-_SIZES = {
-    "small": _Size((64, 176), 16, 2.4, (20,), (90, 20), 400, 5_000, 100),
-    "published": _Size((256, 704), 80, 0.3, (50, 200), (900, 200), 32_400, 250_000, 1_000),
+# What each benchmark takes between device and repeats.
+_SIZES: dict[str, dict[Callable[..., list[Row]], tuple[Any, ...]]] = {
+    "small": {
+        measure_voxelize: (5_000,),
+        measure_sparse_conv: (5_000,),
+        measure_nms: (100,),
+        measure_bev_pool: ((64, 176), 16, 2.4),
+        measure_deform_attention: ((20,),),
+        measure_attention: ((90, 20), 400),
+    },
+    "published": {
+        measure_voxelize: (250_000,),
+        measure_sparse_conv: (250_000,),
+        measure_nms: (1_000,),
+        measure_bev_pool: ((256, 704), 80, 0.3),
+        measure_deform_attention: ((50, 200),),
+        measure_attention: ((900, 200), 32_400),
+    },
 }
 
 
@@ -53,16 +56,12 @@ def measure_ops(
     """
     if size not in _SIZES:
         raise InputError(f"bench.size={size} is unknown; use bench.size=published or small")
-    sizes = _SIZES[size]
     device = torch.device("cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     copy_rate = measure_copy(device)
     matmul_rate = measure_matmul(device, torch.float32)
-    rows = measure_voxelize(device, sizes.num_points, repeats)
-    rows += measure_sparse_conv(device, sizes.num_points, repeats)
-    rows += measure_nms(device, sizes.num_boxes, repeats)
-    rows += measure_bev_pool(device, sizes.image_size, sizes.channels, sizes.cell_m, repeats)
-    rows += measure_deform_attention(device, sizes.sides, repeats)
-    rows += measure_attention(device, sizes.num_queries, sizes.num_cells, repeats)
+    rows: list[Row] = []
+    for measure, sizes in _SIZES[size].items():
+        rows += measure(device, *sizes, repeats=repeats)
     conditions = (
         f"Float32 on {device.type}, {torch.get_num_threads()} threads, medians of {repeats}, "
         "forward and backward if there is a gradient. least_mib: minimum traffic of inputs, "

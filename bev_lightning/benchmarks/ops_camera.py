@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from bev_lightning.benchmarks.op_timing import Forward, by_reference, measure_backward
+from bev_lightning.benchmarks.op_timing import Forward, measure_backward
 from bev_lightning.benchmarks.report import Row
 from bev_lightning.models.lift import LiftSplat
 from bev_lightning.ops.attention import attention
+from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.bev_pool import bev_pool, build_pool_index
 from bev_lightning.ops.deform_attention import multi_scale_deformable_attention
 from bev_lightning.structures import BevGrid, Cameras
@@ -20,11 +22,7 @@ from bev_lightning.structures.geometry import project
 
 
 def measure_bev_pool(
-    device: torch.device,
-    image_size: tuple[int, int] = (256, 704),
-    channels: int = 80,
-    cell_m: float = 0.3,
-    repeats: int = 5,
+    device: torch.device, image_size: tuple[int, int], channels: int, cell_m: float, repeats: int
 ) -> list[Row]:
     """Rows of BEVFusion's pooling as published: six cameras, 118 depths, 360 x 360 cells.
 
@@ -48,7 +46,7 @@ def measure_bev_pool(
 
     fixed: dict[str, Forward] = {
         "cumsum trick": lambda: _pool_by_cumsum(depth, features, order, lengths, grid.shape),
-        "reference (index_add_)": partial(by_reference, pool),
+        "reference (index_add_)": use_reference()(pool),
         "bev_pool": pool,
     }
     fresh: dict[str, Forward] = {
@@ -70,9 +68,7 @@ def measure_bev_pool(
     ]
 
 
-def measure_deform_attention(
-    device: torch.device, sides: Sequence[int] = (50, 200), repeats: int = 5
-) -> list[Row]:
+def measure_deform_attention(device: torch.device, sides: Sequence[int], repeats: int) -> list[Row]:
     """Rows of BEVFormer's deformable attentions, 8 heads of 32 channels.
 
     Temporal: each query to a BEV map of the queries' size with 4 points. Spatial: 50 x 50 queries
@@ -143,10 +139,7 @@ def _measure_spatial(device: torch.device, side: int, repeats: int) -> list[Row]
 
 
 def measure_attention(
-    device: torch.device,
-    queries: tuple[int, int] = (900, 200),
-    cells: int = 32400,
-    repeats: int = 5,
+    device: torch.device, queries: tuple[int, int], cells: int, repeats: int
 ) -> list[Row]:
     """Rows of attention with a dropout of 0.1.
 
@@ -170,7 +163,7 @@ def measure_attention(
         rows += measure_backward(
             f"attention with dropout, {count} queries to {keys}",
             {
-                "reference (scaled_dot_product)": partial(by_reference, attend),
+                "reference (scaled_dot_product)": use_reference()(attend),
                 "attention": attend,
             },
             leaves,
@@ -221,7 +214,7 @@ def _attentions(
         return multi_scale_deformable_attention(value, shapes, locations, weights, *views)
 
     return {
-        "reference (grid_sample)": partial(by_reference, attend),
+        "reference (grid_sample)": use_reference()(attend),
         "deformable attention": attend,
     }
 
@@ -272,11 +265,7 @@ class _CumsumPool(torch.autograd.Function):
 
 def find_visible_queries(seen: Tensor) -> Tensor:
     """Queries ``(N, V)`` that each view of one sample sees, padded with query 0."""
-    lists = [row.nonzero().squeeze(1) for row in seen[0]]
-    rows = seen.new_zeros(len(lists), max(map(len, lists)), dtype=torch.long)
-    for row, content in zip(rows, lists, strict=True):
-        row[: len(content)] = content
-    return rows
+    return pad_sequence([row.nonzero().squeeze(1) for row in seen[0]], batch_first=True)
 
 
 def _attend_gathered(

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from bev_lightning.benchmarks.op_timing import by_reference, measure_backward, measure_forward
+from bev_lightning.benchmarks.op_timing import measure_backward, measure_forward
 from bev_lightning.benchmarks.report import Row
+from bev_lightning.ops.backend import use_reference
 from bev_lightning.ops.nms import circle_nms
 from bev_lightning.ops.sparse_conv import (
     Rulebook,
@@ -71,7 +71,7 @@ def measure_voxelize(device: torch.device, num_points: int, repeats: int) -> lis
     return measure_forward(
         f"voxelisation, {num_points} points",
         {
-            "reference (sort)": lambda: by_reference(lambda: voxelize_hard(*arguments)),
+            "reference (sort)": use_reference()(lambda: voxelize_hard(*arguments)),
             "torch.unique, cells only": number_by_unique,
             **others,
             "voxelize_hard": lambda: voxelize_hard(*arguments),
@@ -92,7 +92,7 @@ def measure_sparse_conv(device: torch.device, num_points: int, repeats: int) -> 
             return build_submanifold_rulebook(coords, shape, (3, 3, 3))
 
         if channels == 16:
-            functions = {"reference (search)": lambda: by_reference(build), "rulebook": build}
+            functions = {"reference (search)": use_reference()(build), "rulebook": build}
             group = f"rulebook, {len(coords)} voxels"
             rows += measure_forward(
                 group, functions, repeats, {"least_mib": 140.0 * len(coords) / 2**20}
@@ -121,14 +121,17 @@ def _measure_stage(
             out = out.index_add(0, o, features[i] @ matrix)
         return out
 
+    def convolve() -> Tensor:
+        return sparse_conv(features, weight, rulebook)
+
     num_pairs = sum(map(len, targets))
     numbers = 3 * (features.numel() + weight.numel()) + 2 * grad.numel()
     return measure_backward(
         f"sparse convolution, {num_voxels} voxels, {channels} channels",
         {
             "gather, multiply, index_add": add_pairs,
-            "reference": lambda: by_reference(lambda: sparse_conv(features, weight, rulebook)),
-            "sparse_conv": lambda: sparse_conv(features, weight, rulebook),
+            "reference": use_reference()(convolve),
+            "sparse_conv": convolve,
         },
         [features, weight],
         grad,
@@ -154,7 +157,7 @@ def measure_nms(device: torch.device, num_boxes: int, repeats: int) -> list[Row]
         return circle_nms(centre, score, 1.0, group)
 
     functions: dict[str, Callable[[], object]] = {
-        "reference (all pairs)": partial(by_reference, suppress),
+        "reference (all pairs)": use_reference()(suppress),
         "circle_nms": suppress,
     }
     return measure_forward(f"circle_nms, {num_boxes} boxes", functions, repeats, {})

@@ -110,14 +110,10 @@ def measure_prepare(
     load_ms = 1e3 * (devkit["import_s"] + devkit["load_s"] * larger)
     load_cpu_ms = 1e3 * (devkit["import_cpu_s"] + devkit["load_cpu_s"] * larger)
     peak_mib = devkit["import_mib"] + devkit["load_mib"] * larger
+    both_ms = load_ms + 1e3 * devkit["loop_s"] * longer
+    both_cpu_ms = load_cpu_ms + 1e3 * devkit["loop_cpu_s"] * longer
     rows = [
-        Row(
-            "devkit: load and loop",
-            "convert",
-            ms=load_ms + 1e3 * devkit["loop_s"] * longer,
-            cpu_ms=load_cpu_ms + 1e3 * devkit["loop_cpu_s"] * longer,
-            peak_mib=peak_mib,
-        ),
+        Row("devkit: load and loop", "convert", both_ms, both_cpu_ms, peak_mib=peak_mib),
         Row("devkit: load alone", "convert", load_ms, load_cpu_ms, peak_mib=peak_mib),
         Row(
             f"index, {num_workers} processes",

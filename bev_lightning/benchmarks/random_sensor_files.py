@@ -103,17 +103,6 @@ def _make_sample(token: str, rows: list[tuple[str, int, str]]) -> Sample:
         np.zeros(num, np.int64),
         np.zeros((num, 8)),
     )
-    nothing = np.zeros((0, 3))
-    boxes = Annotations(
-        (),
-        (),
-        (),
-        (),
-        (),
-        nothing,
-        nothing,
-        np.zeros((0, 4)),
-        nothing,
-        *[np.zeros(0, np.int64)] * 3,
-    )
+    nothing, counts = np.zeros((0, 3)), [np.zeros(0, np.int64)] * 3
+    boxes = Annotations((), (), (), (), (), nothing, nothing, np.zeros((0, 4)), nothing, *counts)
     return Sample(token, "scene", "scene-0001", now, "", "", readings, boxes, np.zeros(18), True)

@@ -114,43 +114,33 @@ def _scene(
     """Records of a scene as (table name, JSON text)."""
     samples = [_token("t", scene * 1000 + k) for k in range(length)]
     start = 1_530_000_000_000_000 + scene * 100_000_000
-    yield (
+    yield _record(
         "scene",
-        _record(
-            token=_token("z", scene),
-            name=name,
-            nbr_samples=length,
-            first_sample_token=samples[0],
-            last_sample_token=samples[-1],
-            log_token=_token("l", 0),
-        ),
+        token=_token("z", scene),
+        name=name,
+        nbr_samples=length,
+        first_sample_token=samples[0],
+        last_sample_token=samples[-1],
+        log_token=_token("l", 0),
     )
     for k, token in enumerate(samples):
-        yield (
+        yield _record(
             "sample",
-            _record(
-                token=token,
-                timestamp=start + k * _STEP_US,
-                prev=samples[k - 1] if k else "",
-                next=samples[k + 1] if k + 1 < length else "",
-                scene_token=_token("z", scene),
-            ),
+            token=token,
+            timestamp=start + k * _STEP_US,
+            prev=samples[k - 1] if k else "",
+            next=samples[k + 1] if k + 1 < length else "",
+            scene_token=_token("z", scene),
         )
-    for lane, (channel, kind, rate) in enumerate(_SENSORS):
-        yield from _readings(scene, lane, channel, kind, rate, samples, start, small)
+    for lane in range(len(_SENSORS)):
+        yield from _readings(scene, lane, samples, start, small)
     yield from _boxes(scene, samples, small)
 
 
 def _readings(
-    scene: int,
-    lane: int,
-    channel: str,
-    kind: str,
-    rate: int,
-    samples: list[str],
-    start: int,
-    small: dict[str, list[str]],
+    scene: int, lane: int, samples: list[str], start: int, small: dict[str, list[str]]
 ) -> Iterator[tuple[str, str]]:
+    channel, kind, rate = _SENSORS[lane]
     num = (len(samples) - 1) * rate + 1
     tokens = [_token("d", (scene * len(_SENSORS) + lane) * 100_000 + i) for i in range(num)]
     calibration = small["calibrated_sensor"][scene * len(_SENSORS) + lane]
@@ -159,28 +149,24 @@ def _readings(
         key = i % rate == 0
         time = start + i * _STEP_US // rate - 1000 * lane
         metres = 5e-6 * (time - start)
-        yield (
-            "ego_pose",
-            (
-                f'{{\n"token": "{token}",\n"timestamp": {time},\n"rotation": [\n'
-                f"{', '.join(map(repr, _yaw_quaternion(0.01 * metres)))}\n],\n"
-                f'"translation": [\n{400 + metres!r},\n{1100 - 0.3 * metres!r},\n0.0\n]\n}}'
-            ),
+        pose = (
+            f'{{\n"token": "{token}",\n"timestamp": {time},\n"rotation": [\n'
+            f"{', '.join(map(repr, _yaw_quaternion(0.01 * metres)))}\n],\n"
+            f'"translation": [\n{400 + metres!r},\n{1100 - 0.3 * metres!r},\n0.0\n]\n}}'
         )
+        yield "ego_pose", pose
         folder = "samples" if key else "sweeps"
-        yield (
-            "sample_data",
-            (
-                f'{{\n"token": "{token}",\n"sample_token": "{samples[-(-i // rate)]}",\n'
-                f'"ego_pose_token": "{token}",\n"calibrated_sensor_token": "{calibration}",\n'
-                f'"timestamp": {time},\n"fileformat": "{_SUFFIX[kind][:3]}",\n'
-                f'"is_key_frame": {"true" if key else "false"},\n"height": {height},\n'
-                f'"width": {width},\n"filename": "{folder}/{channel}/'
-                f'n015-2018-07-24-11-22-45+0800__{channel}__{time}.{_SUFFIX[kind]}",\n'
-                f'"prev": "{tokens[i - 1] if i else ""}",\n'
-                f'"next": "{tokens[i + 1] if i + 1 < num else ""}"\n}}'
-            ),
+        reading = (
+            f'{{\n"token": "{token}",\n"sample_token": "{samples[-(-i // rate)]}",\n'
+            f'"ego_pose_token": "{token}",\n"calibrated_sensor_token": "{calibration}",\n'
+            f'"timestamp": {time},\n"fileformat": "{_SUFFIX[kind][:3]}",\n'
+            f'"is_key_frame": {"true" if key else "false"},\n"height": {height},\n'
+            f'"width": {width},\n"filename": "{folder}/{channel}/'
+            f'n015-2018-07-24-11-22-45+0800__{channel}__{time}.{_SUFFIX[kind]}",\n'
+            f'"prev": "{tokens[i - 1] if i else ""}",\n'
+            f'"next": "{tokens[i + 1] if i + 1 < num else ""}"\n}}'
         )
+        yield "sample_data", reading
 
 
 def _boxes(
@@ -194,15 +180,13 @@ def _boxes(
         if track % 2:
             first, last = sorted(rng.integers(0, length, 2).tolist())
         tokens = [_token("b", (scene * 1000 + track) * 1000 + k) for k in range(first, last + 1)]
-        yield (
+        yield _record(
             "instance",
-            _record(
-                token=instance,
-                category_token=small["category"][number],
-                nbr_annotations=len(tokens),
-                first_annotation_token=tokens[0],
-                last_annotation_token=tokens[-1],
-            ),
+            token=instance,
+            category_token=small["category"][number],
+            nbr_annotations=len(tokens),
+            first_annotation_token=tokens[0],
+            last_annotation_token=tokens[-1],
         )
         x, y = rng.uniform(-50, 50, 2) + (400, 1100)
         speed, yaw = rng.uniform(0, 10), rng.uniform(-3, 3)
@@ -210,24 +194,22 @@ def _boxes(
         points = rng.integers(0, 40, (len(tokens), 2)).tolist()
         for i, token in enumerate(tokens):
             far = 0.5 * speed * i
-            yield (
-                "sample_annotation",
-                (
-                    f'{{\n"token": "{token}",\n"sample_token": "{samples[first + i]}",\n'
-                    f'"instance_token": "{instance}",\n"visibility_token": "{1 + i % 4}",\n'
-                    f'"attribute_tokens": [\n{attribute}\n],\n"translation": [\n'
-                    f"{x + far * math.cos(yaw)!r},\n{y + far * math.sin(yaw)!r},\n0.9\n],\n"
-                    f'"size": [\n1.9,\n{4 + 0.1 * number!r},\n1.6\n],\n"rotation": [\n'
-                    f"{', '.join(map(repr, _yaw_quaternion(yaw)))}\n],\n"
-                    f'"prev": "{tokens[i - 1] if i else ""}",\n'
-                    f'"next": "{tokens[i + 1] if i + 1 < len(tokens) else ""}",\n'
-                    f'"num_lidar_pts": {points[i][0]},\n"num_radar_pts": {points[i][1] // 10}\n}}'
-                ),
+            box = (
+                f'{{\n"token": "{token}",\n"sample_token": "{samples[first + i]}",\n'
+                f'"instance_token": "{instance}",\n"visibility_token": "{1 + i % 4}",\n'
+                f'"attribute_tokens": [\n{attribute}\n],\n"translation": [\n'
+                f"{x + far * math.cos(yaw)!r},\n{y + far * math.sin(yaw)!r},\n0.9\n],\n"
+                f'"size": [\n1.9,\n{4 + 0.1 * number!r},\n1.6\n],\n"rotation": [\n'
+                f"{', '.join(map(repr, _yaw_quaternion(yaw)))}\n],\n"
+                f'"prev": "{tokens[i - 1] if i else ""}",\n'
+                f'"next": "{tokens[i + 1] if i + 1 < len(tokens) else ""}",\n'
+                f'"num_lidar_pts": {points[i][0]},\n"num_radar_pts": {points[i][1] // 10}\n}}'
             )
+            yield "sample_annotation", box
 
 
-def _record(**fields: object) -> str:
-    return json.dumps(fields, indent=0)
+def _record(table: str, **fields: object) -> tuple[str, str]:
+    return table, json.dumps(fields, indent=0)
 
 
 def _token(kind: str, number: int) -> str:

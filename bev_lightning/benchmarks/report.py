@@ -82,14 +82,10 @@ def _to_markdown(rows: Sequence[Row]) -> str:
         if any(row.get(name) not in (None, "") for row in cells)
     ]
     lines = [columns, ["---"] * len(columns)]
-    lines += [[_show(row.get(name)) for name in columns] for row in cells]
+    for row in cells:
+        values = ["" if row.get(name) is None else row[name] for name in columns]
+        lines.append([f"{v:.4g}" if isinstance(v, float) else str(v) for v in values])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _show(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _draw(path: Path, bench: str, rows: Sequence[Row]) -> None:

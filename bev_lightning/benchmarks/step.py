@@ -6,7 +6,7 @@ timed without synchronisation inside, and its parts in separate steps that synch
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from bev_lightning.benchmarks.random_batches import make_batch
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.benchmarks.step_parts import measure_matching, measure_parts
-from bev_lightning.benchmarks.step_timer import StepTimer
+from bev_lightning.benchmarks.step_timer import PARTS, StepTimer
 from bev_lightning.benchmarks.timing import MATMUL_SIZE, measure_matmul
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.flops import FlopCounter
@@ -90,27 +90,16 @@ def measure_step(
     rate = measure_matmul(device, _DTYPES.get(cfg.trainer.precision, torch.float32))
     context = trainer.precision_plugin.forward_context
     size = batch.size
-    steps = timer.medians()
-    rows = [
-        Row(
-            step.name,
-            "step",
-            ms=step.ms,
-            cpu_ms=None if on_cuda else step.cpu_ms,
-            samples_per_s=size / step.ms * 1e3,
-            peak_mib=step.peak_mib,
-            more={
-                **{f"{part}_ms": value for part, value in step.parts_ms.items()},
-                "tflop": flops / 1e12,
-                "mfu": flops / (step.ms / 1e3) / rate,
-            },
-        )
-        for step in steps
-    ]
+    rows = []
+    for row in timer.rows():
+        seconds = (row.ms or 0.0) / 1e3
+        more = row.more | {"tflop": flops / 1e12, "mfu": flops / seconds / rate}
+        rows.append(replace(row, samples_per_s=size / seconds, more=more))
+    fast: Any = rows[-1]
     rows += measure_parts(module, batch, context, repeats, on_cuda)
     matching = measure_matching(module, batch, context, repeats)
     if matching is not None:
-        share = matching.ms / sum(steps[-1].parts_ms.values())
+        share = matching.ms / sum(fast.more[f"{part}_ms"] for part in PARTS)
         rows.append(Row("match", "matching", matching.ms, matching.cpu_ms, more={"share": share}))
     conditions = (
         f"{module.network.__class__.__name__}, {size} samples of {source}, precision "

@@ -36,16 +36,11 @@ def measure_parts(
     parts = {name: known[name] for name in _PARTS if name in known}
     for name, given in _record(module, parts, batch, context).items():
         run = _isolate(parts[name], given, context)
-
-        def run_reference(run: Callable[[], None] = run) -> None:
-            with use_reference():
-                run()
-
-        times = time_all({"reference": run_reference, "fast": run}, repeats, name)
-        for kind, function in (("reference", run_reference), ("fast", run)):
-            spent = times[kind]
+        functions = {"reference": use_reference()(run), "fast": run}
+        for kind, spent in time_all(functions, repeats, name).items():
             cpu_ms = None if on_cuda else spent.cpu_ms
-            rows.append(Row(kind, name, spent.ms, cpu_ms, peak_mib=peak_extra_mib(function)))
+            peak_mib = peak_extra_mib(functions[kind])
+            rows.append(Row(kind, name, spent.ms, cpu_ms, peak_mib=peak_mib))
     module.zero_grad()
     return rows
 
@@ -75,20 +70,18 @@ def _record(
 
     Of several calls the last one counts, which is that of the current frame.
     """
-    seen: dict[str, Any] = {}
-
-    def make_hook(name: str) -> Callable[..., None]:
-        return lambda _, *given: seen.update({name: given})
-
+    seen: dict[nn.Module, Any] = {}
     hooks = [
-        part.register_forward_pre_hook(make_hook(name), with_kwargs=True)
-        for name, part in parts.items()
+        part.register_forward_pre_hook(
+            lambda part, *given: seen.update({part: given}), with_kwargs=True
+        )
+        for part in parts.values()
     ]
     with torch.no_grad(), context():
         module.train()(batch)
     for hook in hooks:
         hook.remove()
-    return {name: seen[name] for name in parts}
+    return {name: seen[part] for name, part in parts.items()}
 
 
 def _isolate(part: nn.Module, given: Any, context: _Context) -> Callable[[], None]:

@@ -1,39 +1,21 @@
 """Lightning callback that times the parts of training steps."""
 
-import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 
+from bev_lightning.benchmarks.report import Row
 from bev_lightning.benchmarks.timing import PeakMemory
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.ops.backend import use_reference
 from bev_lightning.structures import Batch
 
 PARTS = ("data", "forward", "loss", "backward", "optimizer")
-
-
-@dataclass
-class StepTimes:
-    """Median times of the steps with one implementation.
-
-    Attributes:
-        name: ``reference`` or ``fast``.
-        ms: wall time of the step [ms].
-        cpu_ms: CPU time of this process [ms].
-        peak_mib: peak memory [MiB].
-        parts_ms: wall time of each part [ms].
-    """
-
-    name: str
-    ms: float
-    cpu_ms: float
-    peak_mib: float | None
-    parts_ms: dict[str, float]
 
 
 @dataclass
@@ -93,26 +75,25 @@ class StepTimer(L.Callback):
         self._records.pop()
         pl_module.loss = self._loss
 
-    def medians(self) -> list[StepTimes]:
-        """Times with reference operators, then with fast ones."""
+    def rows(self) -> list[Row]:
+        """Median times with reference operators, then with fast ones; each part's in ``more``."""
         result = []
         for name in ("reference", "fast"):
-            whole = self._records_of(name, split=not self.on_cuda)
-            split = self._records_of(name, split=True)
+            records = self._records_of(name, split=not self.on_cuda)
+            marks = 1e3 * np.array([record.marks for record in records])
+            ms, cpu_ms = np.median(marks[:, -1] - marks[:, 0], axis=0).tolist()
+            peaks = [record.peak_mib for record in records if record.peak_mib is not None]
+            split = 1e3 * np.array([r.marks for r in self._records_of(name, split=True)])
+            parts = np.median(np.diff(split[..., 0], axis=1), axis=0).tolist()
+            more = {f"{part}_ms": value for part, value in zip(PARTS, parts, strict=True)}
             result.append(
-                StepTimes(
+                Row(
                     name,
-                    ms=statistics.median(_span(r, 0) for r in whole),
-                    cpu_ms=statistics.median(_span(r, 1) for r in whole),
-                    peak_mib=max(
-                        (r.peak_mib for r in whole if r.peak_mib is not None), default=None
-                    ),
-                    parts_ms={
-                        part: statistics.median(
-                            (r.marks[number + 1][0] - r.marks[number][0]) * 1e3 for r in split
-                        )
-                        for number, part in enumerate(PARTS)
-                    },
+                    "step",
+                    ms,
+                    None if self.on_cuda else cpu_ms,
+                    peak_mib=max(peaks, default=None),
+                    more=more,
                 )
             )
         return result
@@ -140,7 +121,3 @@ class StepTimer(L.Callback):
         if self.on_cuda and (last or self._splits):
             torch.cuda.synchronize()
         self._records[-1].marks.append((time.perf_counter(), time.process_time()))
-
-
-def _span(record: _Record, clock: int) -> float:
-    return (record.marks[-1][clock] - record.marks[0][clock]) * 1e3

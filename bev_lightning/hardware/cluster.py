@@ -70,9 +70,8 @@ def check_world_size(nodes: Any, devices: Any) -> None:
 
 def slurm_run_dir(default: Path) -> Path:
     """The run directory of this SLURM job: the same in all tasks and after a requeue."""
-    job = os.environ["SLURM_JOB_ID"]
     step = os.environ.get("SLURM_STEP_ID", "0")
-    return default.parent / f"slurm_{job}_{step}"
+    return default.parent / f"slurm_{os.environ['SLURM_JOB_ID']}_{step}"
 
 
 def init_store() -> None:

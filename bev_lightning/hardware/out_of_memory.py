@@ -29,15 +29,10 @@ class MemoryUse:
         cls, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> "MemoryUse":
         own: list[Tensor] = list(module.parameters())
-        states = [
-            value
-            for optimizer in optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        values = (v for o in optimizers for state in o.state.values() for v in state.values())
+        states = [value for value in values if isinstance(value, Tensor)]
         kinds = (own, [p.grad for p in own if p.grad is not None], states)
-        sizes = [sum(v.numel() * v.element_size() for v in kind) / 2**30 for kind in kinds]
+        sizes = [sum(value.nbytes for value in kind) / 2**30 for kind in kinds]
         peak = measure_peak_mib()
         rest = None if peak is None else max(0.0, peak / 1024 - sum(sizes))
         return cls(sizes[0], sizes[1], sizes[2], rest)
@@ -70,10 +65,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_memory(
-    reason: str,
-    memory: MemoryUse,
-    sample_tokens: Sequence[str],
-    validates: bool = False,
+    reason: str, memory: MemoryUse, sample_tokens: Sequence[str], validates: bool = False
 ) -> str:
     """One sentence for a step that did not fit into the memory of its device.
 
@@ -83,18 +75,14 @@ def explain_memory(
         sample_tokens: of the step, if they are known.
         validates: whether it is a validation step.
     """
-    fixes = [
-        "set gradient_checkpointing=true on the model's backbone or encoder",
-        "use precision=bf16",
-    ]
+    fixes = ["use precision=bf16"]
     if validates:
-        fixes = ["lower data.val_batch_size", fixes[1]]
-    elif len(sample_tokens) != 1:
-        fixes.insert(
-            0,
-            "use auto_batch=true, which lowers data.batch_size and raises the accumulation to keep "
-            "the effective batch",
-        )
+        fixes.insert(0, "lower data.val_batch_size")
+    else:
+        fixes.insert(0, "set gradient_checkpointing=true on the model's backbone or encoder")
+        if len(sample_tokens) != 1:
+            lower = "use auto_batch=true, which lowers data.batch_size and raises the accumulation"
+            fixes.insert(0, f"{lower} to keep the effective batch")
     of = f" at the samples {', '.join(sample_tokens)}" if sample_tokens else ""
     first = reason.strip().splitlines()[0] if reason.strip() else "no size given"
     # Torch's later sentences are about its allocator.

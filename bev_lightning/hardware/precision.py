@@ -1,7 +1,7 @@
 """Lightning precision plugins for float16 (also on a CPU) and FP8, and the TF32 switch."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -45,13 +45,9 @@ class LossScaler(torch.amp.GradScaler):
         self.num_skipped = 0
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        found = [
-            flag
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
         # The scaler's step has already copied these flags to the host.
-        self.num_skipped += int(any(float(flag) for flag in found))
+        states = self._per_optimizer_states.values()
+        self.num_skipped += any(any(s["found_inf_per_device"].values()) for s in states)
         super().update(self.static_scale if new_scale is None else new_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,10 +144,7 @@ class Float8(MixedPrecision):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        if self.device == "cpu":
-            yield
-            return
-        with super().forward_context():
+        with nullcontext() if self.device == "cpu" else super().forward_context():
             yield
 
     @contextmanager
