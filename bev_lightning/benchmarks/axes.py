@@ -26,11 +26,7 @@ def measure_axes(
 ) -> tuple[list[Row], list[str]]:
     """Train every combination of the axes; the first combination is the baseline.
 
-    Args:
-        cfg: configuration of the run; its overrides apply to all trainings.
-        axes: values of each config group or key; ``auto`` for precision: all that the machine
-            supports in hardware.
-        steps: optimizer steps of each training, the first of which is not timed.
+    Arguments: see ``conf/bench/axes.yaml``.
     """
     values = {
         axis: choose_precisions(detect_machine()) if given == "auto" else [str(v) for v in given]
@@ -45,10 +41,7 @@ def measure_axes(
 def measure_scaling(cfg: DictConfig, num_processes: Any, steps: int) -> tuple[list[Row], list[str]]:
     """Train with 1, 2, ... processes on this machine; the first number is the baseline.
 
-    Args:
-        cfg: configuration of the run; its overrides apply to all trainings.
-        num_processes: numbers of processes; ``auto``: 1 to the number of GPUs, or of CPU cores.
-        steps: optimizer steps of each training, the first of which is not timed.
+    Arguments: see ``conf/bench/scaling.yaml``.
     """
     if num_processes == "auto":
         machine = detect_machine()

@@ -32,13 +32,7 @@ def check_gpu(
     The notes report what failed; its output is in the run directory. After ``limit_s`` nothing new
     starts, and the running process is stopped.
 
-    Args:
-        cfg: configuration of the run.
-        models: choices of ``model``.
-        variants: overrides of bench=step, separated by spaces.
-        batch_size: samples per step.
-        repeats: timed repetitions of each benchmark.
-        limit_s: total time limit [s].
+    Arguments: see ``conf/bench/gpu.yaml``.
 
     Raises:
         InputError: there is no CUDA device.

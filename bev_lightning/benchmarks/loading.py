@@ -53,14 +53,7 @@ def measure_loading(
 ) -> tuple[list[Row], list[str]]:
     """Rows of the loaders, of the parts of a sample, and of the transport between processes.
 
-    Args:
-        cfg: configuration of the run. Measures its ``data`` if that is a data set on disk,
-            otherwise random sensor files.
-        repeats: timed repetitions, whose median is reported.
-        batch_size: samples per batch.
-        num_batches: timed batches per repetition.
-        num_samples: number of random samples.
-        num_workers: worker processes of each loader.
+    Arguments: see ``conf/bench/loading.yaml``.
     """
     with tempfile.TemporaryDirectory() as folder:
         if cfg.data.synthetic is None:

@@ -46,10 +46,7 @@ def measure_ops(
 ) -> tuple[list[Row], list[str]]:
     """Rows of all operators on the configured device.
 
-    Args:
-        cfg: configuration of the run.
-        size: sizes of the published models, or small ones.
-        repeats: timed calls, whose median is reported.
+    Arguments: see ``conf/bench/ops.yaml``.
 
     Raises:
         InputError: the size is unknown.

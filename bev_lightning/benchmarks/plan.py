@@ -21,9 +21,7 @@ def measure_plan(cfg: DictConfig, jobs: Sequence[Sequence[str]]) -> tuple[list[R
     allocator, by its profiler; ``resident_mib`` is the growth of the process, which includes
     buffers of the operators' libraries.
 
-    Args:
-        cfg: configuration of the run, not used.
-        jobs: overrides of each training.
+    Arguments: see ``conf/bench/plan.yaml``.
     """
     rows = []
     for overrides in track(jobs, "plans", unit="job"):

@@ -83,12 +83,7 @@ def measure_prepare(
 ) -> tuple[list[Row], list[str]]:
     """Write random tables, build their index, and read a part of them with the devkit.
 
-    Args:
-        cfg: configuration of the run.
-        scale: size of the tables; 1 is v1.0-trainval.
-        num_workers: processes that build the index; the devkit uses one.
-        devkit_scale: size of the devkit's tables, at most ``scale``; its times are extrapolated.
-        devkit_samples: samples that the devkit loop visits; its times are extrapolated.
+    Arguments: see ``conf/bench/prepare.yaml``.
     """
     from nuscenes.utils.splits import train, val
 

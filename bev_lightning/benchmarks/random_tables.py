@@ -55,14 +55,14 @@ def write_tables(root: Path, scenes: list[str], num_samples: int) -> dict[str, i
     folder.mkdir(parents=True)
     (root / "maps").mkdir()
     Image.new("L", (1, 1)).save(root / "maps" / "empty.png")
-    small = _write_small(folder, scenes)
+    _write_small(folder, len(scenes))
     names = ("sample", "scene", "instance", "ego_pose", "sample_data", "sample_annotation")
     counts = dict.fromkeys(names, 0)
     with ExitStack() as stack:
         files = {n: stack.enter_context(open(folder / f"{n}.json", "w")) for n in names}
         for number, name in enumerate(scenes):
             length = num_samples * (number + 1) // len(scenes) - num_samples * number // len(scenes)
-            for table, record in _scene(number, name, length, small):
+            for table, record in _scene(number, name, length):
                 files[table].write(",\n" if counts[table] else "[\n")
                 files[table].write(record)
                 counts[table] += 1
@@ -71,8 +71,7 @@ def write_tables(root: Path, scenes: list[str], num_samples: int) -> dict[str, i
     return {name: counts[name] for name in ("sample", "sample_data", "sample_annotation")}
 
 
-def _write_small(folder: Path, scenes: list[str]) -> dict[str, list[str]]:
-    """Write the small tables; returns tokens of some of their records."""
+def _write_small(folder: Path, num_scenes: int) -> None:
     kinds = {channel: kind for channel, kind, _ in _SENSORS}
     tables: dict[str, list[dict[str, Any]]] = {
         "category": [{"token": _token("c", i), "name": n} for i, n in enumerate(_CATEGORIES)],
@@ -97,20 +96,14 @@ def _write_small(folder: Path, scenes: list[str]) -> dict[str, list[str]]:
             if kind == "camera"
             else [],
         }
-        for scene in range(len(scenes))
+        for scene in range(num_scenes)
         for i, (_, kind, _) in enumerate(_SENSORS)
     ]
     for name, records in tables.items():
         (folder / f"{name}.json").write_text(json.dumps(records, indent=0))
-    return {
-        name: [record["token"] for record in tables[name]]
-        for name in ("category", "attribute", "calibrated_sensor")
-    }
 
 
-def _scene(
-    scene: int, name: str, length: int, small: dict[str, list[str]]
-) -> Iterator[tuple[str, str]]:
+def _scene(scene: int, name: str, length: int) -> Iterator[tuple[str, str]]:
     """Records of a scene as (table name, JSON text)."""
     samples = [_token("t", scene * 1000 + k) for k in range(length)]
     start = 1_530_000_000_000_000 + scene * 100_000_000
@@ -133,17 +126,15 @@ def _scene(
             scene_token=_token("z", scene),
         )
     for lane in range(len(_SENSORS)):
-        yield from _readings(scene, lane, samples, start, small)
-    yield from _boxes(scene, samples, small)
+        yield from _readings(scene, lane, samples, start)
+    yield from _boxes(scene, samples)
 
 
-def _readings(
-    scene: int, lane: int, samples: list[str], start: int, small: dict[str, list[str]]
-) -> Iterator[tuple[str, str]]:
+def _readings(scene: int, lane: int, samples: list[str], start: int) -> Iterator[tuple[str, str]]:
     channel, kind, rate = _SENSORS[lane]
     num = (len(samples) - 1) * rate + 1
     tokens = [_token("d", (scene * len(_SENSORS) + lane) * 100_000 + i) for i in range(num)]
-    calibration = small["calibrated_sensor"][scene * len(_SENSORS) + lane]
+    calibration = _token("k", scene * len(_SENSORS) + lane)
     height, width = (900, 1600) if kind == "camera" else (0, 0)
     for i, token in enumerate(tokens):
         key = i % rate == 0
@@ -169,9 +160,7 @@ def _readings(
         yield "sample_data", reading
 
 
-def _boxes(
-    scene: int, samples: list[str], small: dict[str, list[str]]
-) -> Iterator[tuple[str, str]]:
+def _boxes(scene: int, samples: list[str]) -> Iterator[tuple[str, str]]:
     rng = np.random.default_rng([7, scene])
     length = len(samples)
     for track in range(_TRACKS):
@@ -183,14 +172,14 @@ def _boxes(
         yield _record(
             "instance",
             token=instance,
-            category_token=small["category"][number],
+            category_token=_token("c", number),
             nbr_annotations=len(tokens),
             first_annotation_token=tokens[0],
             last_annotation_token=tokens[-1],
         )
         x, y = rng.uniform(-50, 50, 2) + (400, 1100)
         speed, yaw = rng.uniform(0, 10), rng.uniform(-3, 3)
-        attribute = f'"{small["attribute"][track % len(_ATTRIBUTES)]}"' if number < 4 else ""
+        attribute = f'"{_token("a", track % len(_ATTRIBUTES))}"' if number < 4 else ""
         points = rng.integers(0, 40, (len(tokens), 2)).tolist()
         for i, token in enumerate(tokens):
             far = 0.5 * speed * i

@@ -46,11 +46,7 @@ def measure_step(
 ) -> tuple[list[Row], list[str]]:
     """Rows of the whole step, of the parts with custom operators, and of the matching.
 
-    Args:
-        cfg: configuration of the run.
-        repeats: timed steps of each kind, whose median is reported.
-        source: ``noise``, a random batch in memory, or ``loader``, the configured data.
-        num_boxes: annotations per sample of noise.
+    Arguments: see ``conf/bench/step.yaml``.
 
     Raises:
         InputError: the source is unknown, or the run spans several processes.

@@ -1,36 +1,23 @@
 """torch.compile of a whole network or of its dense regions, and its requirements."""
 
 import shutil
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 from bev_lightning.errors import InputError
 
-if TYPE_CHECKING:  # the configuration check imports this module before torch is imported
-    from torch import nn
 
-
-class HasDenseRegions(Protocol):
-    """A network that names its dense regions."""
-
-    def dense_regions(self) -> "list[nn.Module]":
-        """Submodules with most of the FLOPs, constant shapes and no graph break."""
-        ...
-
-
-def compile_network(
-    network: "nn.Module", scope: Literal["model", "regions"], **options: Any
-) -> None:
+def compile_network(network: Any, scope: Literal["model", "regions"], **options: Any) -> None:
     """Compile a network in place; compilation runs at the first call, state-dict keys stay.
 
     Args:
-        network: for ``regions``, a :class:`HasDenseRegions`.
+        network: for ``regions``, its method ``dense_regions()`` lists the submodules with most of
+            the FLOPs, constant shapes and no graph break.
         scope: ``model`` compiles the network's forward as a whole, with graph breaks where a
             length depends on the data (voxels, kept points); ``regions`` compiles each dense region
             separately, without a graph break.
         options: of :meth:`torch.nn.Module.compile`.
     """
-    modules = [network] if scope == "model" else cast(HasDenseRegions, network).dense_regions()
-    for module in modules:
+    for module in [network] if scope == "model" else network.dense_regions():
         module.compile(**options)
 
 

@@ -22,6 +22,4 @@ def parallel_for(loop: Callable[..., None], count: int, *arguments: Any) -> None
         return
     bounds = [count * part // parts for part in range(parts + 1)]
     with ThreadPoolExecutor(parts) as pool:
-        jobs = [pool.submit(loop, start, stop, *arguments) for start, stop in pairwise(bounds)]
-        for job in jobs:
-            job.result()
+        list(pool.map(lambda part: loop(*part, *arguments), pairwise(bounds)))
