@@ -29,6 +29,7 @@ _Records = Sequence[dict[str, Any]]
 # Where one record ends and the next begins. The large tables nest no objects, and their strings are
 # tokens and file names; a chunk that is cut elsewhere does not parse, so that it would be noticed.
 _BETWEEN_RECORDS = re.compile(rb"\}\s*,\s*\{")
+_HEAD, _TAIL, _BLANK = re.compile(rb"\s*\["), re.compile(rb"\]\s*\Z"), re.compile(rb"\s*")
 _UNUSUAL_PATH = r"^/|(^|/)\.\.?(/|$)|//|^[^/]*:|/$|^$"
 _ANNOTATION_TABLES = ("instance", "sample_annotation")
 # What becomes part of a file's name: no separators, no way up.
@@ -549,10 +550,8 @@ def _normalise_path(path: str, filename: Any, token: str) -> str:
 
 
 def _split(path: Path, content: mmap.mmap, chunk_bytes: int | None) -> list[TableChunk]:
-    head, tail = content[: 1 << 16].lstrip(), content[-(1 << 16) :].rstrip()
-    start = len(content[: 1 << 16]) - len(head)
-    stop = len(content) - (len(content[-(1 << 16) :]) - len(tail))
-    if head[:1] != b"[":
+    head = _HEAD.match(content)
+    if head is None:
         try:
             json.loads(content[:])
         except ValueError as error:
@@ -561,10 +560,11 @@ def _split(path: Path, content: mmap.mmap, chunk_bytes: int | None) -> list[Tabl
             f"the table {path} holds no list of records: download the metadata of "
             f"{path.parent.name} again"
         )
-    if tail[-1:] != b"]" or stop - start < 2:
+    tail = _TAIL.search(content, max(head.end(), len(content) - (1 << 16)))
+    if tail is None:
         raise _not_json(path, "its end is missing")
-    start, stop = start + 1, stop - 1
-    if not content[start : start + (1 << 16)].strip() and stop - start < 1 << 16:
+    start, stop = head.end(), tail.start()
+    if _BLANK.fullmatch(content, start, stop):
         return []
     chunks = []
     while chunk_bytes is not None and stop - start > chunk_bytes:

@@ -3,8 +3,6 @@
 The files are those of nuScenes: an ASCII PCD header, then a packed record of 18 fields a return.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -73,18 +71,8 @@ def scan_radar(
     target = np.concatenate([target, np.full(clutter, -1)])
     distance = np.concatenate([distance, rng.uniform(3, 80, clutter)])
     angles = np.concatenate([angles, rng.uniform(-_HALF_FAN, _HALF_FAN, clutter)])
-    return _measure(scene, pose, time_s, target, distance, angles, rng)
 
-
-def _measure(
-    scene: Scene,
-    pose: Array,
-    time_s: float,
-    target: NDArray[np.integer[Any]],
-    distance: Array,
-    angles: Array,
-    rng: np.random.Generator,
-) -> NDArray[np.void]:
+    # What is measured of each.
     num = len(target)
     heading = np.arctan2(pose[1, 0], pose[0, 0])
     ray = np.stack([np.cos(angles), np.sin(angles)], axis=1)
