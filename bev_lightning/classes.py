@@ -56,29 +56,17 @@ ATTRIBUTES = (
     "pedestrian.moving",
 )
 
+_VEHICLES = ("car", "truck", "construction_vehicle", "bus", "trailer")
+_CYCLES = ("motorcycle", "bicycle")
 MOVING_ATTRIBUTE: Mapping[str, str] = MappingProxyType(
-    {
-        "car": "vehicle.moving",
-        "truck": "vehicle.moving",
-        "construction_vehicle": "vehicle.moving",
-        "bus": "vehicle.moving",
-        "trailer": "vehicle.moving",
-        "motorcycle": "cycle.with_rider",
-        "bicycle": "cycle.with_rider",
-        "pedestrian": "pedestrian.moving",
-    }
+    dict.fromkeys(_VEHICLES, "vehicle.moving")
+    | dict.fromkeys(_CYCLES, "cycle.with_rider")
+    | {"pedestrian": "pedestrian.moving"}
 )
 STILL_ATTRIBUTE: Mapping[str, str] = MappingProxyType(
-    {
-        "car": "vehicle.parked",
-        "truck": "vehicle.parked",
-        "construction_vehicle": "vehicle.parked",
-        "bus": "vehicle.stopped",
-        "trailer": "vehicle.parked",
-        "motorcycle": "cycle.without_rider",
-        "bicycle": "cycle.without_rider",
-        "pedestrian": "pedestrian.standing",
-    }
+    dict.fromkeys(_VEHICLES, "vehicle.parked")
+    | dict.fromkeys(_CYCLES, "cycle.without_rider")
+    | {"bus": "vehicle.stopped", "pedestrian": "pedestrian.standing"}
 )
 """Attribute that mmdetection3d 0.17 predicts for a moving and for a still object of each class."""
 

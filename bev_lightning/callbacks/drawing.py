@@ -93,9 +93,7 @@ def draw_lines(image: np.ndarray, lines: np.ndarray, colour: Colour, thickness: 
     cv2.polylines(image, list(ends), False, colour, thickness, cv2.LINE_AA, _SHIFT)
 
 
-@lru_cache
-def _font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
-    return ImageFont.load_default(size)
+_font = lru_cache(ImageFont.load_default)
 
 
 class Lettering:
@@ -138,9 +136,8 @@ class TopView:
     """
 
     def __init__(self, pixels: int, radius_m: float, lidar_from_ego: Tensor) -> None:
-        forward = lidar_from_ego[:2, 0].double().numpy()
-        forward = forward / np.linalg.norm(forward)
-        self.basis = np.stack([np.array([forward[1], -forward[0]]), forward])  # right, forward
+        x, y = torch.nn.functional.normalize(lidar_from_ego[:2, 0].double(), dim=0).tolist()
+        self.basis = np.array([[y, -x], [x, y]])  # right, forward
         self.pixels = pixels
         self.radius_m = radius_m
         self.scale = pixels / (2 * radius_m)
@@ -148,9 +145,8 @@ class TopView:
 
     def to_pixels(self, xy: np.ndarray) -> np.ndarray:
         """Model frame ``(..., 2)`` [m] to u, v ``(..., 2)`` [pixels]."""
-        right, forward = np.moveaxis(np.asarray(xy, np.float64) @ self.basis.T, -1, 0)
         middle = self.pixels / 2 - 0.5
-        return np.stack([middle + right * self.scale, middle - forward * self.scale], axis=-1)
+        return middle + np.asarray(xy, np.float64) @ self.basis.T * self.scale * (1, -1)
 
     def draw_rings(self, lettering: Lettering, origin: tuple[int, int], step_m: int = 10) -> None:
         """Circles every ``step_m`` metres, the car, and both axes in metres.

@@ -257,16 +257,7 @@ def count_found(truth: Boxes3D, found: Boxes3D, distance_m: float = 2.0) -> int:
 
 def _direction(azimuth: float) -> str:
     """``front left`` and the like for degrees counter-clockwise from forward."""
-    names = (
-        "front",
-        "front left",
-        "left",
-        "back left",
-        "back",
-        "back right",
-        "right",
-        "front right",
-    )
+    names = "front", "front left", "left", "back left", "back", "back right", "right", "front right"
     # Side cameras look at 55 and 110 degrees; equal sectors would call those at 110 "left".
     limits = (22.5, 85.0, 95.0, 157.5, 202.5, 265.0, 275.0, 337.5)
     return names[bisect(limits, azimuth % 360) % 8]

@@ -63,8 +63,7 @@ class SpeedMonitor(L.Callback):
         self._num_columns = count_columns(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Validation is not part of a step. Before the first step no clock runs.
-        if self._mark:
+        if self._mark:  # a validation is no part of a step
             self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
 
     def on_before_optimizer_step(
@@ -125,5 +124,4 @@ def _logs_at(trainer: L.Trainer, step: int) -> bool:
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """2-norm ``()`` over all gradients, on their device; 0 without gradients."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])

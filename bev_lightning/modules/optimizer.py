@@ -103,11 +103,8 @@ class OptimizerFactory:
     def build(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], num_steps: int
     ) -> tuple[Optimizer, LRScheduler | None]:
-        """The optimizer over the parameters that take gradients, and its schedule.
-
-        Args:
-            named_parameters: of the module.
-            num_steps: optimizer steps of the whole training.
+        """The optimizer over the parameters that take gradients, and its schedule over
+        ``num_steps`` optimizer steps.
 
         Raises:
             InputError: no parameter is left to train, or a multiplier's pattern matches none.
