@@ -20,17 +20,12 @@ def measure_forward(
     counted: Mapping[str, float],
 ) -> list[Row]:
     """Time several implementations without gradient; arguments as :func:`measure_backward`."""
-    return [
-        Row(
-            name,
-            group,
-            timing.ms,
-            timing.cpu_ms,
-            peak_mib=peak_extra_mib(functions[name]),
-            more={**counted},
-        )
-        for name, timing in time_all(functions, repeats, group).items()
-    ]
+    rows = []
+    for name, timing in time_all(functions, repeats, group).items():
+        peak_mib = peak_extra_mib(functions[name])
+        more: dict[str, float | str | None] = {**counted}
+        rows.append(Row(name, group, timing.ms, timing.cpu_ms, peak_mib=peak_mib, more=more))
+    return rows
 
 
 def measure_backward(

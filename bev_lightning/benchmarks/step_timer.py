@@ -2,7 +2,6 @@
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -16,12 +15,6 @@ from bev_lightning.ops.backend import use_reference
 from bev_lightning.structures import Batch
 
 PARTS = ("data", "forward", "loss", "backward", "optimizer")
-
-
-@dataclass
-class _Record:
-    marks: list[tuple[float, float]] = field(default_factory=list)
-    peak_mib: float | None = None
 
 
 class StepTimer(L.Callback):
@@ -48,7 +41,8 @@ class StepTimer(L.Callback):
             self.kinds = [kind for kind in self.kinds if kind[1]]
         self.num_kinds = len(self.kinds)
         self.batch: Batch | None = None
-        self._records: list[_Record] = []
+        self._marks: list[list[tuple[float, float]]] = []
+        self._peaks_mib: list[float | None] = []
         self._switch = ExitStack()
         self._memory = PeakMemory()
         self._loss = module.loss
@@ -67,45 +61,36 @@ class StepTimer(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         self._mark(last=True)
         self._switch.close()
-        self._records[-1].peak_mib = self._memory.read()
+        self._peaks_mib.append(self._memory.read())
         self._begin()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._switch.close()
-        self._records.pop()
+        self._marks.pop()
         pl_module.loss = self._loss
 
     def rows(self) -> list[Row]:
         """Median times with reference operators, then with fast ones; each part's in ``more``."""
         result = []
         for name in ("reference", "fast"):
-            records = self._records_of(name, split=not self.on_cuda)
-            marks = 1e3 * np.array([record.marks for record in records])
+            steps = self._steps_of(name, split=not self.on_cuda)
+            marks = 1e3 * np.array(self._marks[steps])
             ms, cpu_ms = np.median(marks[:, -1] - marks[:, 0], axis=0).tolist()
-            peaks = [record.peak_mib for record in records if record.peak_mib is not None]
-            split = 1e3 * np.array([r.marks for r in self._records_of(name, split=True)])
+            peak_mib = max((p for p in self._peaks_mib[steps] if p is not None), default=None)
+            split = 1e3 * np.array(self._marks[self._steps_of(name, split=True)])
             parts = np.median(np.diff(split[..., 0], axis=1), axis=0).tolist()
-            more = {f"{part}_ms": value for part, value in zip(PARTS, parts, strict=True)}
-            result.append(
-                Row(
-                    name,
-                    "step",
-                    ms,
-                    None if self.on_cuda else cpu_ms,
-                    peak_mib=max(peaks, default=None),
-                    more=more,
-                )
-            )
+            row = Row(name, "step", ms, None if self.on_cuda else cpu_ms, peak_mib=peak_mib)
+            row.more.update({f"{part}_ms": t for part, t in zip(PARTS, parts, strict=True)})
+            result.append(row)
         return result
 
-    def _records_of(self, name: str, split: bool) -> list[_Record]:
-        """The records of a kind except its first, which is a warm-up."""
-        kind = self.kinds.index((name, split))
-        return self._records[kind :: self.num_kinds][1:]
+    def _steps_of(self, name: str, split: bool) -> slice:
+        """The steps of a kind except its first, which is a warm-up."""
+        return slice(self.kinds.index((name, split)) + self.num_kinds, None, self.num_kinds)
 
     def _begin(self) -> None:
-        name, self._splits = self.kinds[len(self._records) % self.num_kinds]
-        self._records.append(_Record())
+        name, self._splits = self.kinds[len(self._marks) % self.num_kinds]
+        self._marks.append([])
         self._memory.reset()
         if name == "reference":
             self._switch.enter_context(use_reference())
@@ -120,4 +105,4 @@ class StepTimer(L.Callback):
     def _mark(self, last: bool = False) -> None:
         if self.on_cuda and (last or self._splits):
             torch.cuda.synchronize()
-        self._records[-1].marks.append((time.perf_counter(), time.process_time()))
+        self._marks[-1].append((time.perf_counter(), time.process_time()))
