@@ -74,10 +74,10 @@ index = [
     "# Configuration",
     "",
     (
-        "One file for each command lists its groups, with the choices beside them. On the command line "
-        "`GROUP=CHOICE` replaces a group and `KEY=VALUE` a value; `--cfg job` shows the result without "
-        "running it. Precedence: command line, `experiment=`, other groups. This machine's own values "
-        "go to `conf/local/default.yaml`, which git ignores."
+        "One file for each command lists its groups, with the choices beside them. On the command "
+        "line `GROUP=CHOICE` replaces a group and `KEY=VALUE` a value; `--cfg job` shows the "
+        "result without running it. Precedence: command line, `experiment=`, other groups. This "
+        "machine's own values go to `conf/local/default.yaml`, which git ignores."
     ),
     "",
     "Groups: " + ", ".join(f"[{group}]({group}.md)" for group in groups) + ".",

@@ -1,4 +1,4 @@
-"""A loader of your own: reads one sample after the other in the training process."""
+"""A loader of your own: another one, with a count of the batches it has read."""
 
 from collections.abc import Generator
 from typing import Any
@@ -29,7 +29,9 @@ class CountingLoader:
         image_cache: Any = None,
     ) -> Generator[Batch, None, None]:
         """Batches ``start`` .. ``stop - 1`` of the sampler, in order."""
-        for batch in self.loader.open(frames, sampler, start, stop):
-            self.num_batches += 1
-            yield batch
-        print(f"{self.num_batches} batches read")
+        try:
+            for batch in self.loader.open(frames, sampler, start, stop):
+                self.num_batches += 1
+                yield batch
+        finally:  # the caller closes the generator
+            print(f"{self.num_batches} batches read", flush=True)
