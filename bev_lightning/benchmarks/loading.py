@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader
 from bev_lightning.benchmarks.random_sensor_files import make_recordings
 from bev_lightning.benchmarks.report import Row, with_ratios
 from bev_lightning.benchmarks.timing import time_all
-from bev_lightning.data.loaders.decode import read_image_into, read_points_into
+from bev_lightning.data.loaders.clouds import read_points, read_points_into
 from bev_lightning.data.loaders.image_cache import open_image_cache
+from bev_lightning.data.loaders.images import normalise_images, read_image, read_image_into
 from bev_lightning.data.loaders.protocol import Loader
-from bev_lightning.data.loaders.reference import normalise_images, read_image, read_points
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.slot_batch import normalise
 from bev_lightning.data.loaders.torch import TorchLoader

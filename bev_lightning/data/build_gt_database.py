@@ -13,7 +13,7 @@ import torch
 
 from bev_lightning.classes import DETECTION_CLASSES
 from bev_lightning.data.atomic_files import lock
-from bev_lightning.data.loaders.reference import read_points
+from bev_lightning.data.loaders.clouds import read_points
 from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.data.resumable_jobs import close_parts, make_parts, open_parts, read_part
 from bev_lightning.data.samples.frame import FrameSource

@@ -13,12 +13,13 @@ The workers are those of :mod:`bev_lightning.data.loaders.worker_pool`. DALI's o
 spawned, which imports torch again for seconds each time a loader opens.
 """
 
+import contextlib
 import math
 import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -26,13 +27,13 @@ from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline
 from torch import Tensor
 
-from bev_lightning.checks import check_number
-from bev_lightning.data.loaders.decode import read_encoded
-from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction
-from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
-from bev_lightning.data.loaders.reference import read_image
+from bev_lightning.data.camera_models import undistortion_map
+from bev_lightning.data.loaders.image_cache import ImageCache
+from bev_lightning.data.loaders.images import read_encoded, read_image
+from bev_lightning.data.loaders.protocol import BatchSampler, Loader
 from bev_lightning.data.loaders.slot_batch import (
     BatchMetadata,
+    Clouds,
     SlotArrays,
     SlotLayout,
     assemble_batch,
@@ -40,21 +41,19 @@ from bev_lightning.data.loaders.slot_batch import (
     view_clouds,
 )
 from bev_lightning.data.loaders.slot_writer import SlotWriter, describe_killed_worker
-from bev_lightning.data.loaders.undistort import undistort, undistort_on_device
 from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerDiedError, WorkerPool
 from bev_lightning.data.samples.file_sources import ImageSource
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.photometric import apply_colour_changes
 from bev_lightning.errors import InputError
-from bev_lightning.structures import Batch, CameraInput, Points, Radar
+from bev_lightning.structures import Batch, CameraInput
 
-Clouds = list[tuple[Points | None, Radar | None]]
 _T = TypeVar("_T")
 # A black image of one pixel, for the graph to decode if a batch cannot be read.
 _BLANK = np.frombuffer(b"P6 1 1 255\n\0\0\0", np.uint8)
 
 
-class DaliLoader:
+class DaliLoader(Loader):
     """Loads batches through a DALI pipeline (``loader=dali`` and ``loader=dali_prefetch``).
 
     Order, matrices and targets equal those of the reference loader. Images are resampled by DALI's
@@ -64,17 +63,11 @@ class DaliLoader:
     With CUDA, batches arrive on the current device.
 
     Attributes:
-        num_workers: processes that read, and threads of the graph; 0 reads in this process.
-        prefetch: batches that each worker may read ahead, and the graph too.
-        pin_memory: page-locked slots of the workers; without CUDA it does nothing.
+        num_workers, prefetch: also the threads of the graph, and the batches that it makes ahead.
         image_queue, cloud_queue: batches of finished images, and of point clouds, that background
             threads may make ahead; 0 makes them on demand. Images are smaller and take less
             regular time, so their queue should be the longer one.
-        stats: counters.
     """
-
-    supports_image_cache = False
-    full_decode = True
 
     def __init__(
         self,
@@ -84,19 +77,14 @@ class DaliLoader:
         image_queue: int = 0,
         cloud_queue: int = 0,
     ) -> None:
-        check_number("loader.num_workers", num_workers)
-        check_number("loader.prefetch", prefetch)
+        super().__init__(num_workers, prefetch, pin_memory)
         if (image_queue < 1) != (cloud_queue < 1):
             raise InputError(
                 f"loader.image_queue={image_queue} and loader.cloud_queue={cloud_queue} must be "
                 f"used together: set both to at least 1, or both to 0"
             )
-        self.num_workers = num_workers
-        self.prefetch = prefetch
-        self.pin_memory = pin_memory
         self.image_queue = image_queue
         self.cloud_queue = cloud_queue
-        self.stats = LoaderStats()
 
     def open(
         self,
@@ -134,8 +122,7 @@ class DaliLoader:
         try:
             for _ in range(start, stop):
                 metadata, pixels = next(images)
-                for skipped in metadata.skipped:
-                    self.stats.skipped.update(skipped)
+                self.stats.skipped.update(metadata.skipped)
                 batch = assemble_batch(metadata, pixels, next(clouds)).to(device, non_blocking=True)
                 if cuda and threads:
                     # Made on the threads' streams, which have finished.
@@ -161,7 +148,7 @@ class DaliLoader:
         if inputs.camera is None:
             for _ in source.steps:
                 source()
-                yield _next_pending(source).metadata, None
+                yield source.next_metadata(), None
             return
         stream = self._choose_stream(device)
         pipeline = build_pipeline(
@@ -177,7 +164,7 @@ class DaliLoader:
                         raise
                     ahead = range(micro_step, min(stop, micro_step + self.prefetch + 1))
                     _raise_for_image(source.frames, source.sampler, ahead)
-                metadata = _next_pending(source).metadata
+                metadata = source.next_metadata()
                 if source.frames.has_distorted_images:
                     pixels = _undistort_all(metadata, outputs)
                 else:
@@ -209,10 +196,7 @@ class DaliLoader:
             if isinstance(pending, Exception):
                 raise pending
             with torch.cuda.stream(stream):
-                clouds = [
-                    (_to_device(points, device), _to_device(radar, device))
-                    for points, radar in view_clouds(pending.metadata, pending.arrays, inputs)
-                ]
+                clouds = view_clouds(pending.metadata, pending.arrays, inputs, copy_to=device)
             source.pool.release(pending.slot)
             yield clouds
 
@@ -223,8 +207,7 @@ class DaliLoader:
         return torch.cuda.Stream(device) if self.image_queue else torch.cuda.current_stream(device)
 
 
-@dataclass(frozen=True)
-class PixelPlan:
+class PixelPlan(NamedTuple):
     """An affine pixel map as two operators: an antialiased resize of a region, then one warp.
 
     A warp alone would alias, because it reads four pixels however far it shrinks. So the region of
@@ -301,7 +284,7 @@ class EncodedImageSource:
         self._last_slot: int | None = None
 
     def __call__(self) -> tuple[list[np.ndarray], ...]:
-        """The encoded images and the :attr:`plan_fields` of each.
+        """The encoded images, and the fields of the :class:`PixelPlan` of each.
 
         The images of the oldest frames of all samples come first, those of the current frames last;
         within a sample camera by camera. An error is raised only when its micro-step is due, since
@@ -320,20 +303,18 @@ class EncodedImageSource:
                 error = describe_killed_worker(self.frames, self.sampler, error)
             self.pending_images.put(error)
             self.pending_clouds.put(error)
-            blank = plan_pixels(np.eye(3), (1, 1), (1, 1))
-            return [_BLANK], *self._columns([blank])
+            return self._columns([_BLANK], [plan_pixels(np.eye(3), (1, 1), (1, 1))])
         self._last_slot = slot
         self.pool.share(slot)
         pending = PendingBatch(slot, metadata, self.layout.view(self.pool.memory(slot)))
         self.pending_images.put(pending)
         self.pending_clouds.put(pending)
         images, counts = [], metadata.counts
-        for index in np.ndindex(counts.encoded_bytes.shape):
-            if index in counts.oversized:
+        for index, size in np.ndenumerate(counts.encoded_bytes):
+            if size > self.layout.encoded_bytes:
                 images.append(np.frombuffer(counts.oversized[index], np.uint8))
             else:
-                assert pending.arrays.encoded is not None
-                images.append(pending.arrays.encoded[index][: counts.encoded_bytes[index]])
+                images.append(pending.arrays.images[index][:size])
         plans = [
             plan_reduction(source)
             if self.frames.has_distorted_images
@@ -342,21 +323,30 @@ class EncodedImageSource:
             for sample in row
             for source in sample
         ]
-        return images, *self._columns(plans)
+        return self._columns(images, plans)
 
     @property
-    def plan_fields(self) -> tuple[str, ...]:
-        """Fields of :class:`PixelPlan` for the graph, which does not warp images to undistort."""
-        fields = "region_start", "region_end", "resized"
-        return fields if self.frames.has_distorted_images else (*fields, "resized_from_network")
+    def num_columns(self) -> int:
+        """Inputs of the graph. It does not warp images that are undistorted afterwards."""
+        return 4 if self.frames.has_distorted_images else 5
+
+    def next_metadata(self) -> BatchMetadata:
+        """Metadata of the images that the graph has returned last."""
+        pending = self.pending_images.get_nowait()
+        if isinstance(pending, Exception):
+            raise pending
+        return pending.metadata
 
     def close(self) -> None:
         """End the workers."""
         self.workers.close()
         self.pending_clouds.put(None)
 
-    def _columns(self, plans: list[PixelPlan]) -> list[list[np.ndarray]]:
-        return [[getattr(plan, name) for plan in plans] for name in self.plan_fields]
+    def _columns(
+        self, images: list[np.ndarray], plans: list[PixelPlan]
+    ) -> tuple[list[np.ndarray], ...]:
+        columns = images, *(list(column) for column in zip(*plans, strict=True))
+        return columns[: self.num_columns]
 
 
 def build_pipeline(
@@ -385,8 +375,7 @@ def build_pipeline(
         prefetch_queue_depth=prefetch,
     )
     byte, real = types.DALIDataType.UINT8, types.DALIDataType.FLOAT
-    kinds = [(byte, 1), (real, 1), (real, 1), (real, 1), (real, 2)]
-    kinds = kinds[: 1 + len(source.plan_fields)]
+    kinds = [(byte, 1), (real, 1), (real, 1), (real, 1), (real, 2)][: source.num_columns]
     with pipeline:
         pixels = fn.external_source(
             source,
@@ -474,11 +463,26 @@ def plan_pixels(
 
 def plan_reduction(source: ImageSource) -> PixelPlan:
     """Resize the whole image by its reduction; undistortion does the rest of the map."""
-    height, width = source.original_size
-    reduction = choose_reduction(source.scale)
-    whole = np.array([width, height], np.float64)
-    resized = np.array([-(-width // reduction), -(-height // reduction)], np.float64)
-    return _make_plan(np.zeros(2), whole, resized, np.eye(3))
+    whole = np.array(source.original_size[::-1], np.float64)
+    return _make_plan(np.zeros(2), whole, np.ceil(whole / source.reduction), np.eye(3))
+
+
+def undistort_on_device(source: ImageSource, pixels: Tensor, reduction: int = 1) -> Tensor:
+    """:func:`bev_lightning.data.loaders.images.undistort` with torch, on the device of ``pixels``;
+    equal to 1 of 255."""
+    height, width, _ = pixels.shape
+    where = undistortion_map(
+        source.camera_model,
+        source.network_from_original,
+        source.size,
+        (1 / reduction, 1 / reduction),
+        pixels.device,
+    )
+    # grid_sample's -1 and 1 are the centres of the first and the last pixel.
+    where = where * (2 / torch.tensor([max(width - 1, 1), max(height - 1, 1)])).to(where) - 1
+    image = pixels.permute(2, 0, 1)[None].float()
+    mapped = torch.nn.functional.grid_sample(image, where[None], align_corners=True)
+    return mapped[0].permute(1, 2, 0).round().to(torch.uint8)
 
 
 def _make_plan(
@@ -493,22 +497,17 @@ def _shift(x: float, y: float) -> np.ndarray:
     return np.array([[1.0, 0.0, x], [0.0, 1.0, y], [0.0, 0.0, 1.0]])
 
 
-class _BackgroundIterator(Generic[_T]):
+class _BackgroundIterator(Iterator[_T]):
     """Runs an iterator in a thread, up to a bounded number of items ahead.
 
     The iterator's exception is raised at the position of its item.
     """
-
-    _POLL_S = 0.05  # how often a full queue checks for stop()
 
     def __init__(self, items: Iterator[_T], depth: int) -> None:
         self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(items,), daemon=True)
         self._thread.start()
-
-    def __iter__(self) -> "_BackgroundIterator[_T]":
-        return self
 
     def __next__(self) -> _T:
         item, error = self._queue.get()
@@ -518,70 +517,44 @@ class _BackgroundIterator(Generic[_T]):
         return item  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        """Let the thread end after its current item; queued items are dropped."""
+        """Let the thread end after its current item."""
         self._is_stopped.set()
 
     def join(self) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join()
+        """Wait for the end of the thread; queued items are dropped, so that it is not blocked."""
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._queue.get(timeout=0.05)
 
     def _run(self, items: Iterator[_T]) -> None:
         try:
             for item in items:
-                if not self._put((item, None)):
+                self._queue.put((item, None))
+                if self._is_stopped.is_set():
                     return
         except BaseException as error:
-            self._put((None, error))
+            self._queue.put((None, error))
         else:
-            self._put((None, StopIteration()))
-
-    def _put(self, pair: tuple[Any, BaseException | None]) -> bool:
-        while not self._is_stopped.is_set():
-            try:
-                self._queue.put(pair, timeout=self._POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False
+            self._queue.put((None, StopIteration()))
 
 
 def _encoded_capacity(frames: FrameSource) -> int:
     """Bytes per encoded image in a slot: 1.5 times the largest image of the first sample. Larger
     images are sent with the metadata."""
-    sizes = [1024]
-    for source in frames.frame(0, 0).images:
-        if source.path.exists():
-            sizes.append(source.path.stat().st_size)
-    return max(sizes) * 3 // 2
+    paths = [source.path for source in frames.frame(0, 0).images]
+    return max([1024, *(path.stat().st_size for path in paths if path.exists())]) * 3 // 2
 
 
 def _undistort_all(metadata: BatchMetadata, outputs: Any) -> Tensor:
     """Undistorted images ``(S, H, W, 3)`` uint8 of the resized ones. DALI has a remap for the GPU
     only."""
-    mapped = []
     sources = (source for row in metadata.sources for sample in row for source in sample)
-    for number, source in enumerate(sources):
-        image = torch.from_dlpack(outputs[number])
-        if image.is_cuda:
-            mapped.append(undistort_on_device(source, image))
-        else:
-            mapped.append(torch.from_numpy(undistort(source, image.numpy())))
-    return torch.stack(mapped)
-
-
-def _next_pending(source: EncodedImageSource) -> PendingBatch:
-    """The batch of the images that the graph returned last."""
-    pending = source.pending_images.get_nowait()
-    if isinstance(pending, Exception):
-        raise pending
-    return pending
-
-
-def _to_device(cloud: Any, device: torch.device) -> Any:
-    if cloud is None:
-        return None
-    # Synchronous: the slot is released as soon as this returns.
-    return type(cloud)(cloud.features.to(device, copy=True), cloud.count.to(device))
+    return torch.stack(
+        [
+            undistort_on_device(source, torch.from_dlpack(outputs[number]), source.reduction)
+            for number, source in enumerate(sources)
+        ]
+    )
 
 
 def _raise_for_image(frames: FrameSource, sampler: BatchSampler, micro_steps: range) -> NoReturn:

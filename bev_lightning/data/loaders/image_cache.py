@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from bev_lightning.data.atomic_files import lock
+from bev_lightning.data.samples.file_sources import choose_reduction
 from bev_lightning.errors import InputError
 
 if TYPE_CHECKING:
@@ -188,19 +189,6 @@ def check_image_cache(kind: CacheKind, loader: "Loader | type[Loader]") -> None:
             f"data.cache={kind} stores images as loader=zero_copy decodes them; use "
             f"loader=zero_copy or loader=auto, or data.cache=none"
         )
-
-
-def choose_reduction(scale: float) -> int:
-    """Factor 1, 2, 4 or 8 by which a JPEG can be reduced while decoding, for the network's image.
-
-    Decoding at reduced resolution saves most of the time. A decoded pixel may be up to 1.15 network
-    pixels wide: otherwise the scales from 0.5 to 0.57, which published augmentation draws, would
-    need the full decode at twice the time.
-
-    Args:
-        scale: of the network's image relative to the file's.
-    """
-    return next((r for r in (8, 4, 2) if scale * r <= 1.15), 1)
 
 
 def _open_memory(num_bytes: int) -> int:

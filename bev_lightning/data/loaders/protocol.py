@@ -1,9 +1,11 @@
 """Interfaces between the batch streams, the samplers and the loaders."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from bev_lightning.checks import check_number
 from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.structures import Batch
@@ -41,24 +43,31 @@ class LoaderStats:
         return self.cache_hits / self.cache_lookups if self.cache_lookups else None
 
 
-class Loader(Protocol):
+class Loader(ABC):
     """Reads the samples' files into batches, usually in worker processes.
 
     Attributes:
-        stats: counters.
         supports_image_cache: whether :meth:`open` takes an image cache.
         full_decode: whether images are decoded at full resolution, even where the network's image
             is much smaller.
+        num_workers: processes; 0 reads in this one.
+        prefetch: batches that each worker may read ahead.
+        pin_memory: page-locked memory for asynchronous transfer; without CUDA it does nothing.
+        stats: counters.
     """
 
-    stats: LoaderStats
+    supports_image_cache = False
+    full_decode = True
 
-    @property
-    def supports_image_cache(self) -> bool: ...
+    def __init__(self, num_workers: int = 0, prefetch: int = 2, pin_memory: bool = False) -> None:
+        check_number("loader.num_workers", num_workers)
+        check_number("loader.prefetch", prefetch)
+        self.num_workers = num_workers
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory
+        self.stats = LoaderStats()
 
-    @property
-    def full_decode(self) -> bool: ...
-
+    @abstractmethod
     def open(
         self,
         frames: FrameSource,
@@ -77,4 +86,3 @@ class Loader(Protocol):
         Raises:
             InputError: a file cannot be used, or a worker process was killed.
         """
-        ...

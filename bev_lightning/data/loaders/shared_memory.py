@@ -11,16 +11,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bev_lightning.checks import check_number
 from bev_lightning.data.loaders.image_cache import ImageCache
-from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
+from bev_lightning.data.loaders.protocol import BatchSampler, Loader
 from bev_lightning.data.loaders.slot_batch import (
     BatchMetadata,
     SlotArrays,
@@ -39,19 +36,12 @@ from bev_lightning.structures import Batch, Inputs
 _SLOTS_IN_USE = 2
 
 
-class SharedMemoryLoader:
+class SharedMemoryLoader(Loader):
     """Loads batches through shared memory (``loader=zero_copy``).
 
     Order, matrices and targets equal those of the reference loader. Images are decoded at reduced
     resolution and resampled once, bilinear: their pixels differ from the reference by about 1 of
     255 on average.
-
-    Attributes:
-        num_workers: processes; 0 reads in this one.
-        prefetch: batches that each worker may read ahead.
-        pin_memory: page-locked slots; without CUDA it does nothing.
-        full_decode: decode images at full resolution, even where the network's image is smaller.
-        stats: counters.
     """
 
     supports_image_cache = True
@@ -63,13 +53,8 @@ class SharedMemoryLoader:
         pin_memory: bool = False,
         full_decode: bool = False,
     ) -> None:
-        check_number("loader.num_workers", num_workers)
-        check_number("loader.prefetch", prefetch)
-        self.num_workers = num_workers
-        self.prefetch = prefetch
-        self.pin_memory = pin_memory
+        super().__init__(num_workers, prefetch, pin_memory)
         self.full_decode = full_decode
-        self.stats = LoaderStats()
 
     def open(
         self,
@@ -101,8 +86,7 @@ class SharedMemoryLoader:
                 # A batch that has arrived is uploaded before the model gets the one before it.
                 while not ready or (unload.runs_ahead and len(ready) < 2 and workers.is_ready()):
                     slot, metadata = next(workers)
-                    for skipped in metadata.skipped:
-                        self.stats.skipped.update(skipped)
+                    self.stats.skipped.update(metadata.skipped)
                     self.stats.cache_hits += metadata.cache_hits
                     self.stats.cache_lookups += metadata.cache_lookups
                     ready.append(unload(slot, metadata, layout.view(pool.memory(slot))))
@@ -144,13 +128,13 @@ class _CpuUnloader:
         if self.inputs.camera is not None:
             pixels = view_pixels(metadata, arrays)
             images = normalise(pixels, self.inputs.camera, self._image_memory(pixels))
-        clouds = view_clouds(metadata, arrays, self.inputs)
         if self.num_slots_in_use < _SLOTS_IN_USE and (self.inputs.lidar or self.inputs.radar):
+            clouds = view_clouds(metadata, arrays, self.inputs)
             self.num_slots_in_use += 1
             # All arrays of the slot are views of this base, and each keeps it alive.
             weakref.finalize(arrays.points.base, self._release, slot).atexit = False
         else:
-            clouds = [(_clone(points), _clone(radar)) for points, radar in clouds]
+            clouds = view_clouds(metadata, arrays, self.inputs, copy_to=torch.device("cpu"))
             self.pool.release(slot)
         return assemble_batch(metadata, images, clouds)
 
@@ -172,12 +156,6 @@ class _CpuUnloader:
         self.pool.release(slot)
 
 
-@dataclass(frozen=True)
-class _Upload:
-    slot: int
-    done: torch.cuda.Event
-
-
 class _CudaUploader:
     """Uploads slots to the current CUDA device on a separate stream; a slot is released when its
     upload has finished."""
@@ -189,7 +167,7 @@ class _CudaUploader:
         self.inputs = inputs
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.stream = torch.cuda.Stream(self.device)
-        self.running: deque[_Upload] = deque()
+        self.running: deque[tuple[int, torch.cuda.Event]] = deque()  # slot, its end
         self.is_pinned = pin and pool.pin()
 
     def __call__(self, slot: int, metadata: BatchMetadata, arrays: SlotArrays) -> Batch:
@@ -205,12 +183,12 @@ class _CudaUploader:
             done.record(self.stream)
         consumer.wait_event(done)
         batch.record_stream(consumer)
-        self.running.append(_Upload(slot, done))
+        self.running.append((slot, done))
         # Wait for all but the last one, which may run while the model works.
-        while len(self.running) > 1 or (self.running and self.running[0].done.query()):
-            upload = self.running.popleft()
-            upload.done.synchronize()
-            self.pool.release(upload.slot)
+        while len(self.running) > 1 or (self.running and self.running[0][1].query()):
+            slot, done = self.running.popleft()
+            done.synchronize()
+            self.pool.release(slot)
         return batch
 
     def close(self) -> None:
@@ -218,7 +196,3 @@ class _CudaUploader:
         self.stream.synchronize()
         if self.is_pinned:
             self.pool.unpin()
-
-
-def _clone(cloud: Any) -> Any:
-    return cloud if cloud is None else type(cloud)(cloud.features.clone(), cloud.count)

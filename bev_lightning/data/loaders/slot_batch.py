@@ -5,7 +5,6 @@ process assembles the batch here and never touches a file or a frame.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,23 +17,23 @@ from bev_lightning.data.transforms.grid_mask import GridMask
 from bev_lightning.data.transforms.photometric import ColourChange
 from bev_lightning.structures import Batch, CameraInput, Cameras, Inputs, Points, Radar
 
+Clouds = list[tuple[Points | None, Radar | None]]
+
 
 @dataclass(frozen=True)
 class SlotArrays:
     """A slot's memory as arrays, for T frames (the oldest first), B samples and N cameras.
 
     Attributes:
-        pixels: ``(T, B, N, H, W, 3)`` RGB, uint8, or float16 if colours are distorted, since they
-            then leave 0..255; None without cameras, or if images are stored encoded.
-        encoded: ``(T, B, N, capacity)`` uint8 bytes of the image files, or None.
-        points: ``(T, B * max_points, 5)`` float32.
-        radar: ``(T, B * max_points, 8)`` float32.
+        points: ``(T, B, max_points, 5)`` float32.
+        radar: ``(T, B, max_points, 8)`` float32.
+        images: ``(T, B, N, H, W, 3)`` RGB, uint8, or float16 if colours are distorted, since they
+            then leave 0..255; or ``(T, B, N, capacity)`` uint8 bytes of the image files.
     """
 
-    pixels: np.ndarray | None
-    encoded: np.ndarray | None
     points: np.ndarray
     radar: np.ndarray
+    images: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -65,24 +64,18 @@ class SlotLayout:
             stop = start + math.prod(shape) * np.dtype(kind).itemsize
             arrays.append(memory[start:stop].view(kind).reshape(shape))
             start = stop
-        points, radar, images = arrays
-        pixels, encoded = (None, images) if self.encoded_bytes else (images, None)
-        return SlotArrays(None if self.inputs.camera is None else pixels, encoded, points, radar)
+        return SlotArrays(*arrays)
 
     def _parts(self) -> tuple[tuple[tuple[int, ...], str], ...]:
         inputs, size = self.inputs, (self.inputs.history + 1, self.batch_size)
-        images: tuple[int, ...] = (0,)
+        image: tuple[int, ...] = (0,)
         if inputs.camera is not None:
             each = (self.encoded_bytes,) if self.encoded_bytes else (*inputs.camera.size, 3)
-            images = (*size, len(inputs.camera.channels), *each)
+            image = (len(inputs.camera.channels), *each)
         points = 0 if inputs.lidar is None else inputs.lidar.max_points
         radar = 0 if inputs.radar is None else inputs.radar.max_points
         kind = "f2" if self.changes_colours and not self.encoded_bytes else "u1"
-        return (
-            ((size[0], size[1] * points, 5), "f4"),
-            ((size[0], size[1] * radar, 8), "f4"),
-            (images, kind),
-        )
+        return ((*size, points, 5), "f4"), ((*size, radar, 8), "f4"), ((*size, *image), kind)
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,8 @@ class FillCounts:
     Attributes:
         num_points, num_returns: ``(T, B)`` int64 of the lidar and the radars.
         encoded_bytes: ``(T, B, N)`` int64 sizes of the encoded images.
-        oversized: encoded images that exceed the slot's capacity, by (t, b, n).
+        oversized: encoded images that exceed the slot's capacity, by (t, b, n); also of samples
+            that were then replaced.
     """
 
     num_points: np.ndarray
@@ -111,7 +105,7 @@ class BatchMetadata:
         counts: how much of the arrays is filled.
         masks, colours: of each frame and sample.
         sources: of each frame and sample, if images are stored encoded.
-        skipped: for each sample the reasons of those it replaces, by token.
+        skipped: why each sample that was replaced could not be read, by token.
         cache_hits, cache_lookups: of decoded images.
     """
 
@@ -121,37 +115,47 @@ class BatchMetadata:
     masks: tuple[tuple[GridMask | None, ...], ...]
     colours: tuple[tuple[tuple[ColourChange, ...], ...], ...]
     sources: tuple[tuple[tuple[ImageSource, ...], ...], ...]
-    skipped: tuple[dict[str, str], ...]
+    skipped: dict[str, str]
     cache_hits: int = 0
     cache_lookups: int = 0
 
 
 def view_pixels(metadata: BatchMetadata, arrays: SlotArrays) -> Tensor:
     """Images ``(T, B, N, H, W, 3)`` of the samples that there are, in the slot's memory."""
-    assert arrays.pixels is not None
-    return torch.from_numpy(arrays.pixels)[:, : metadata.batches[0].size]
+    return torch.from_numpy(arrays.images)[:, : metadata.batches[0].size]
 
 
 def view_clouds(
-    metadata: BatchMetadata, arrays: SlotArrays, inputs: Inputs
-) -> list[tuple[Points | None, Radar | None]]:
-    """Points and radar of each frame, in the slot's memory."""
-    clouds = []
-    for t in range(len(metadata.batches)):
-        points = radar = None
-        if inputs.lidar is not None:
-            points = Points(*_view_rows(arrays.points[t], metadata.counts.num_points[t]))
-        if inputs.radar is not None:
-            radar = Radar(*_view_rows(arrays.radar[t], metadata.counts.num_returns[t]))
-        clouds.append((points, radar))
-    return clouds
+    metadata: BatchMetadata,
+    arrays: SlotArrays,
+    inputs: Inputs,
+    copy_to: torch.device | None = None,
+) -> Clouds:
+    """Points and radar of each frame, in the slot's memory, or copied to a device."""
+
+    def view(rows: np.ndarray, counts: np.ndarray) -> tuple[Tensor, Tensor]:
+        num, longest, width = len(counts), int(counts.max()), rows.shape[-1]
+        features = torch.from_numpy(rows.reshape(-1, width)[: num * longest])
+        features, count = features.view(num, longest, width), torch.from_numpy(counts)
+        if copy_to is not None:  # synchronously: the slot is released afterwards
+            features, count = features.to(copy_to, copy=True), count.to(copy_to)
+        return features, count
+
+    counts = metadata.counts
+    return [
+        (
+            None if inputs.lidar is None else Points(*view(arrays.points[t], counts.num_points[t])),
+            None if inputs.radar is None else Radar(*view(arrays.radar[t], counts.num_returns[t])),
+        )
+        for t in range(len(metadata.batches))
+    ]
 
 
 def normalise(pixels: Tensor, camera: CameraInput, out: Tensor | None = None) -> Tensor:
     """Normalise images ``(..., H, W, 3)`` uint8 or float16 to ``(..., 3, H, W)`` float32.
 
     They stay on their device. The values equal those of
-    :func:`bev_lightning.data.loaders.reference.normalise_images`.
+    :func:`bev_lightning.data.loaders.images.normalise_images`.
 
     Args:
         out: memory for the result, contiguous, of any shape; on a CPU.
@@ -176,7 +180,7 @@ def normalise(pixels: Tensor, camera: CameraInput, out: Tensor | None = None) ->
 def assemble_batch(
     metadata: BatchMetadata,
     images: Tensor | None,
-    clouds: Sequence[tuple[Points | None, Radar | None]],
+    clouds: Clouds,
 ) -> Batch:
     """Build the batch, whose history are the frames before the last.
 
@@ -184,31 +188,17 @@ def assemble_batch(
         images: ``(T, B, N, 3, H, W)`` float32, normalised; masked pixels are set to 0 in it.
         clouds: of each frame.
     """
-    *history, batch = (
-        replace(
-            metadata.batches[t],
-            cameras=_make_cameras(metadata, t, images),
-            points=points,
-            radar=radar,
-        )
-        for t, (points, radar) in enumerate(clouds)
-    )
+    frames = []
+    for t, (points, radar) in enumerate(clouds):
+        cameras = None
+        if images is not None and metadata.image_from_lidar is not None:
+            for mask, sample_images in zip(metadata.masks[t], images[t], strict=True):
+                if mask is not None:
+                    mask.hide(sample_images)
+            cameras = Cameras(images[t], metadata.image_from_lidar[t])
+        frames.append(replace(metadata.batches[t], cameras=cameras, points=points, radar=radar))
+    *history, batch = frames
     return replace(batch, history=tuple(history))
-
-
-def _make_cameras(metadata: BatchMetadata, t: int, images: Tensor | None) -> Cameras | None:
-    if images is None or metadata.image_from_lidar is None:
-        return None
-    for mask, sample_images in zip(metadata.masks[t], images[t], strict=True):
-        if mask is not None:
-            mask.hide(sample_images)
-    return Cameras(images[t], metadata.image_from_lidar[t])
-
-
-def _view_rows(rows: np.ndarray, counts: np.ndarray) -> tuple[Tensor, Tensor]:
-    num, longest = len(counts), int(counts.max())
-    features = torch.from_numpy(rows[: num * longest]).view(num, longest, rows.shape[1])
-    return features, torch.from_numpy(counts)
 
 
 @njit(cache=True, nogil=True)

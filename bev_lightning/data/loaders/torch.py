@@ -1,48 +1,29 @@
 """Reference loader: PIL and numpy in the workers of a PyTorch DataLoader."""
 
-import functools
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from bev_lightning.checks import check_number
+from bev_lightning.data.loaders.clouds import read_points, read_radar
 from bev_lightning.data.loaders.image_cache import ImageCache
-from bev_lightning.data.loaders.protocol import BatchSampler, LoaderStats
-from bev_lightning.data.loaders.reference import assemble
+from bev_lightning.data.loaders.images import normalise_images, read_image
+from bev_lightning.data.loaders.protocol import BatchSampler, Loader
 from bev_lightning.data.process_pool import prepare_worker
-from bev_lightning.data.samples.frame import FrameSource
+from bev_lightning.data.samples.frame import Frame, FrameSource
+from bev_lightning.data.transforms.photometric import apply_colour_changes
 from bev_lightning.errors import InputError
-from bev_lightning.structures import Batch
+from bev_lightning.structures import Batch, Cameras, Inputs, Points, Radar
 
 
-class TorchLoader:
+class TorchLoader(Loader):
     """Loads batches with a DataLoader (``loader=torch``); the other loaders are compared with it.
 
-    Attributes:
-        num_workers: processes; 0 reads in this one.
-        prefetch: batches that each worker may read ahead.
-        pin_memory: page-locked batches for asynchronous transfer; without CUDA it does nothing.
-        stats: counters.
+    ``prefetch`` and ``pin_memory`` are those of the DataLoader.
     """
-
-    supports_image_cache = False
-    full_decode = True
-
-    def __init__(
-        self,
-        num_workers: int = 0,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-    ) -> None:
-        check_number("loader.num_workers", num_workers)
-        check_number("loader.prefetch", prefetch)
-        self.num_workers = num_workers
-        self.prefetch = prefetch
-        self.pin_memory = pin_memory
-        self.stats = LoaderStats()
 
     def open(
         self,
@@ -53,14 +34,13 @@ class TorchLoader:
         image_cache: ImageCache | None = None,
     ) -> Generator[Batch, None, None]:
         """Batches ``start`` .. ``stop - 1`` of the sampler; see :class:`Loader`."""
-        parallel = self.num_workers > 0
         results = iter(
             DataLoader(
                 _FrameDataset(frames),
-                batch_sampler=_BatchRange(sampler, start, stop),
+                batch_sampler=map(sampler.batch, range(start, stop)),
                 collate_fn=_collate,
                 num_workers=self.num_workers,
-                prefetch_factor=self.prefetch if parallel else None,
+                prefetch_factor=self.prefetch if self.num_workers else None,
                 worker_init_fn=prepare_worker,
                 pin_memory=self.pin_memory and torch.cuda.is_available(),
                 # The DataLoader draws a seed for its workers: not from the model's generator.
@@ -69,17 +49,55 @@ class TorchLoader:
         )
         try:
             while (result := _next(results)) is not None:
+                if isinstance(result, InputError):
+                    raise result
                 if isinstance(result, str):
                     raise InputError(
                         f"one of {self.num_workers} loader processes was killed ({result}), "
                         f"perhaps out of memory: set loader.num_workers lower"
                     )
-                if isinstance(result, _Failure):
-                    raise InputError(result.message)
                 self.stats.skipped.update(result.skipped)
                 yield result.batch
         finally:
             del results  # ends the workers, even if an error keeps this frame alive
+
+
+def assemble(frame: Frame, inputs: Inputs) -> Batch:
+    """Read all files of a frame and its history into a batch of one.
+
+    Raises:
+        InputError: a file cannot be used; it names the sample, the file and its size.
+    """
+    try:
+        batch = frame.batch
+        if inputs.camera is not None and frame.image_from_lidar is not None:
+            images = normalise_images(
+                np.stack([read_image(s) for s in frame.images]), inputs.camera
+            )
+            if frame.colours:
+                apply_colour_changes(frame.colours, images, inputs.camera)
+            if frame.mask is not None:
+                frame.mask.hide(images)
+            batch = replace(batch, cameras=Cameras(images[None], frame.image_from_lidar))
+        if inputs.lidar is not None:
+            points = read_points(frame.lidar, inputs.lidar)
+            if frame.pasted is not None:
+                points = frame.pasted.add_points(points, inputs.lidar)
+            batch = replace(batch, points=Points(*_batch_of_one(points)))
+        if inputs.radar is not None:
+            returns = read_radar(frame.radar, inputs.radar)
+            batch = replace(batch, radar=Radar(*_batch_of_one(returns)))
+    except InputError as error:
+        raise InputError(f"sample {frame.sample_token}: {error}") from None
+    if frame.history:
+        # At a scene's start the queue repeats one frame: read it once.
+        read = {id(past): assemble(past, inputs) for past in frame.history}
+        batch = replace(batch, history=tuple(read[id(past)] for past in frame.history))
+    return batch
+
+
+def _batch_of_one(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.from_numpy(rows)[None], torch.tensor([len(rows)])
 
 
 def _next(results: Iterator[Any]) -> Any:
@@ -106,45 +124,23 @@ class _Result:
         return replace(self, batch=self.batch.pin_memory())
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An InputError from a worker. If it were raised there, torch would put its traceback into the
-    message."""
-
-    message: str
-
-
-class _FrameDataset(Dataset["_Result | _Failure"]):
+class _FrameDataset(Dataset["_Result | InputError"]):
     def __init__(self, frames: FrameSource) -> None:
         self.frames = frames
 
-    def __getitem__(self, sample: tuple[int, int]) -> "_Result | _Failure":
-        read = functools.partial(assemble, inputs=self.frames.inputs)
+    def __getitem__(self, sample: tuple[int, int]) -> "_Result | InputError":
+        inputs = self.frames.inputs
         try:
-            return _Result(*self.frames.read_or_replace(*sample, read))
+            return _Result(*self.frames.read_or_replace(*sample, lambda f: assemble(f, inputs)))
         except InputError as error:
-            return _Failure(str(error))
+            # Returned: if it were raised, torch would put its traceback into the message.
+            return InputError(str(error))
 
 
-@dataclass(frozen=True)
-class _BatchRange:
-    """Batches ``start`` .. ``stop - 1`` of a sampler, as the DataLoader iterates over them."""
-
-    sampler: BatchSampler
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return (self.sampler.batch(micro_step) for micro_step in range(self.start, self.stop))
-
-
-def _collate(results: "list[_Result | _Failure]") -> "_Result | _Failure":
+def _collate(results: "list[_Result | InputError]") -> "_Result | InputError":
     good = []
     for result in results:
-        if isinstance(result, _Failure):
+        if isinstance(result, InputError):
             return result
         good.append(result)
     skipped = {token: reason for result in good for token, reason in result.skipped.items()}

@@ -25,8 +25,7 @@ from bev_lightning.data.loaders.dali import (
     make_images,
     plan_pixels,
 )
-from bev_lightning.data.loaders.decode import read_encoded
-from bev_lightning.data.loaders.reference import read_image
+from bev_lightning.data.loaders.images import read_encoded, read_image
 from bev_lightning.data.loaders.torch import TorchLoader
 from bev_lightning.data.nuscenes.sample import Annotations, Readings, Sample
 from bev_lightning.data.nuscenes.sensor_files import is_whole_jpeg
@@ -210,7 +209,7 @@ def test_what_only_the_decoder_finds_is_named_too(
 ) -> None:
     path = damaged_path(frames, 1)
     path.write_bytes(half(path.read_bytes()))
-    monkeypatch.setattr("bev_lightning.data.loaders.decode.is_whole_jpeg", lambda *_: True)
+    monkeypatch.setattr("bev_lightning.data.loaders.images.is_whole_jpeg", lambda *_: True)
     if pil_can:
         monkeypatch.setattr("bev_lightning.data.loaders.dali.read_image", lambda source: None)
     batches = DaliLoader(num_workers=0).open(frames, TrainSampler(5, 1, shuffle=False), 0, 5)
@@ -332,7 +331,7 @@ def test_the_source_keeps_the_order_and_stops(frames: FrameSource) -> None:
     assert [len(column) for column in plans] == [4] * 4
     source()
     batches = [source.pending_clouds.get() for _ in range(2)]
-    assert [batch.metadata.skipped for batch in batches] == [({}, {}), ({}, {})]
+    assert [batch.metadata.skipped for batch in batches] == [{}, {}]
     assert [batch.slot for batch in batches] == [0, 1]
     with pytest.raises(StopIteration):
         source()

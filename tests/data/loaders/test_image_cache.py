@@ -11,10 +11,11 @@ import torch
 
 from bev_lightning.data.batch_stream import BatchStream
 from bev_lightning.data.loaders import image_cache
-from bev_lightning.data.loaders.image_cache import ImageCache, choose_reduction, open_image_cache
+from bev_lightning.data.loaders.image_cache import ImageCache, open_image_cache
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
+from bev_lightning.data.samples.file_sources import choose_reduction
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.errors import InputError

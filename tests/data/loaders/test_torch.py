@@ -9,14 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from bev_lightning.data.loaders.reference import (
-    assemble,
-    normalise_images,
-    read_image,
-    read_points,
-    read_radar,
-)
-from bev_lightning.data.loaders.torch import TorchLoader
+from bev_lightning.data.loaders.clouds import read_points, read_radar
+from bev_lightning.data.loaders.images import normalise_images, read_image
+from bev_lightning.data.loaders.torch import TorchLoader, assemble
 from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.nuscenes.sensor_files import read_lidar_file, read_radar_file
 from bev_lightning.data.samplers import TrainSampler

@@ -11,10 +11,10 @@ import torch
 
 from bev_lightning.data.batch_stream import EvaluationStream
 from bev_lightning.data.camera_models import CameraModel
-from bev_lightning.data.loaders.dali import DaliLoader
+from bev_lightning.data.loaders.dali import DaliLoader, undistort_on_device
+from bev_lightning.data.loaders.images import undistort
 from bev_lightning.data.loaders.shared_memory import SharedMemoryLoader
 from bev_lightning.data.loaders.torch import TorchLoader
-from bev_lightning.data.loaders.undistort import undistort, undistort_on_device
 from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.nuscenes.sensor_rig import SensorRig
 from bev_lightning.data.samplers import SceneSampler

@@ -17,8 +17,7 @@ import torch
 from bev_lightning.classes import DETECTION_CLASSES
 from bev_lightning.data import build_gt_database as ground_truth_writer
 from bev_lightning.data.build_gt_database import build_ground_truth, ground_truth_path
-from bev_lightning.data.loaders.reference import assemble
-from bev_lightning.data.loaders.torch import TorchLoader
+from bev_lightning.data.loaders.torch import TorchLoader, assemble
 from bev_lightning.data.nuscenes import build_index
 from bev_lightning.data.nuscenes.index import open_index
 from bev_lightning.data.samplers import TrainSampler
