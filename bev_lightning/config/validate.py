@@ -15,12 +15,7 @@ from bev_lightning.classes import check_classes
 from bev_lightning.config.aliases import KEYS
 from bev_lightning.config.compose import config_dir, get_value
 from bev_lightning.config.strategy import WHOLE, check_strategy, name_strategy
-from bev_lightning.data.checks import (
-    check_cache_dir,
-    check_data_root,
-    check_gt_sampling,
-    check_on_missing,
-)
+from bev_lightning.data.checks import check_cache_dir, check_data_root, check_gt_sampling
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.compilation import check_compiler
 from bev_lightning.hardware.machine import Machine
@@ -209,7 +204,7 @@ def _check_auto_batch(cfg: DictConfig) -> None:
 def _check_data(cfg: DictConfig) -> None:
     if get_value(cfg, "data") is None:
         return
-    check_on_missing(get_value(cfg, "data.on_missing"))
+    check_choice("data.on_missing", get_value(cfg, "data.on_missing"))
     check_classes(
         list(get_value(cfg, "data.classes") or []), get_value(cfg, "data.class_of_category")
     )

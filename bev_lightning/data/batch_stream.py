@@ -7,21 +7,47 @@ bit, whatever was prefetched and with any number of workers.
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from itertools import islice
 
 import numpy as np
 import torch
 
 from bev_lightning.data.loaders.image_cache import ImageCache
-from bev_lightning.data.loaders.protocol import Loader
+from bev_lightning.data.loaders.protocol import BatchSampler, Loader
 from bev_lightning.data.samplers import SceneSampler, TrainSampler
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch
 
+_IDENTITY = "seed", "num_samples", "batch_size", "world_size"  # what a stream's order depends on
 
-class BatchStream:
+
+class _Stream:
+    """Reads the batches of a sampler and measures the time that it waits for them.
+
+    Attributes:
+        seconds_waited: wall time spent waiting for the loader so far [s].
+    """
+
+    def __init__(self, loader: Loader, frames: FrameSource) -> None:
+        self.loader = loader
+        self.frames = frames
+        self.seconds_waited = 0.0
+
+    def _read(
+        self, sampler: BatchSampler, start: int, stop: int, image_cache: ImageCache | None = None
+    ) -> Generator[Batch, None, None]:
+        with closing(self.loader.open(self.frames, sampler, start, stop, image_cache)) as batches:
+            for _ in range(start, stop):
+                began = time.perf_counter()
+                batch = next(batches)
+                self.seconds_waited += time.perf_counter() - began
+                yield batch
+
+
+class BatchStream(_Stream):
     """Endless, resumable iterable of training batches.
 
     It is no DataLoader on purpose: Lightning would replace its sampler and call its state methods.
@@ -39,7 +65,6 @@ class BatchStream:
         shift: micro-steps that the sampler is ahead of the passes. It is 0 unless the batch size
             or the number of processes changed: then the sampler continues at the same sample, and
             the pass at Lightning's step.
-        seconds_waited: wall time spent waiting for the loader so far [s].
     """
 
     def __init__(
@@ -52,8 +77,7 @@ class BatchStream:
         accumulation: int = 1,
         image_cache: ImageCache | None = None,
     ) -> None:
-        self.loader = loader
-        self.frames = frames
+        super().__init__(loader, frames)
         self.order = sampler  # Lightning inspects an attribute `sampler`
         self.num_micro_steps = num_micro_steps
         self.micro_step = micro_step
@@ -61,27 +85,20 @@ class BatchStream:
         self.image_cache = image_cache
         self.num_again = 0
         self.shift = 0
-        self.seconds_waited = 0.0
 
     def __len__(self) -> int:
         return self.num_micro_steps
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         # A generator, so that the loader opens with the first batch: Lightning calls iter() twice.
         start = self.micro_step
         stop = ((start - self.shift) // self.num_micro_steps + 1) * self.num_micro_steps
         stop += self.shift
-        batches = self.loader.open(self.frames, self.order, start, stop, self.image_cache)
-        try:
-            for micro_step in range(start, stop):
-                began = time.perf_counter()
-                batch = next(batches)
-                self.seconds_waited += time.perf_counter() - began
+        with closing(self._read(self.order, start, stop, self.image_cache)) as batches:
+            for micro_step, batch in enumerate(batches, start):
                 seed_everything(self.order.seed, self.order.rank, micro_step)
                 self.micro_step = micro_step + 1
                 yield batch
-        finally:
-            batches.close()
 
     @property
     def cache_hit_rate(self) -> float | None:
@@ -90,7 +107,8 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, int]:
         """Position of the stream and what its order depends on, in plain numbers."""
-        return {"micro_step": self.micro_step, **_identity(self.order)}
+        identity = {name: getattr(self.order, name) for name in _IDENTITY}
+        return {"micro_step": self.micro_step, **identity}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where another stream stopped.
@@ -142,46 +160,30 @@ class WindowedStream:
     def __len__(self) -> int:
         return len(self.stream)
 
-    def __iter__(self) -> Iterator[Batch]:
-        batches, sampler = iter(self.stream), self.stream.order
-        try:
+    def __iter__(self) -> Generator[Batch, None, None]:
+        sampler = self.stream.order
+        with closing(iter(self.stream)) as batches:
             while window := tuple(islice(batches, self.size)):
                 self.window = window
                 first = self.stream.micro_step - len(window)
-                for offset, batch in enumerate(window):
+                for micro_step, batch in enumerate(window, first):
                     # The stream has already seeded the generators for the window's last batch.
-                    seed_everything(sampler.seed, sampler.rank, first + offset)
+                    seed_everything(sampler.seed, sampler.rank, micro_step)
                     yield batch
-        finally:
-            batches.close()  # type: ignore[attr-defined]
 
 
-class EvaluationStream:
-    """Iterable of evaluation batches: all of a sampler, from the start on each iteration.
-
-    Attributes:
-        seconds_waited: wall time spent waiting for the loader so far [s].
-    """
+class EvaluationStream(_Stream):
+    """Iterable of evaluation batches: all of a sampler, from the start on each iteration."""
 
     def __init__(self, loader: Loader, frames: FrameSource, sampler: SceneSampler) -> None:
-        self.loader = loader
-        self.frames = frames
+        super().__init__(loader, frames)
         self.order = sampler  # Lightning inspects an attribute `sampler`
-        self.seconds_waited = 0.0
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def __iter__(self) -> Iterator[Batch]:
-        batches = self.loader.open(self.frames, self.order, 0, len(self.order))
-        try:
-            for _ in range(len(self.order)):
-                began = time.perf_counter()
-                batch = next(batches)
-                self.seconds_waited += time.perf_counter() - began
-                yield batch
-        finally:
-            batches.close()
+    def __iter__(self) -> Generator[Batch, None, None]:
+        return self._read(self.order, 0, len(self.order))
 
 
 def seed_everything(seed: int, rank: int, micro_step: int) -> None:
@@ -194,14 +196,4 @@ def seed_everything(seed: int, rank: int, micro_step: int) -> None:
 
 def is_stream_state(value: object) -> bool:
     """Whether a value of a checkpoint is the state of a :class:`BatchStream`."""
-    keys = {"micro_step", "seed", "num_samples", "batch_size", "world_size"}
-    return isinstance(value, dict) and keys <= value.keys()
-
-
-def _identity(sampler: TrainSampler) -> dict[str, int]:
-    return {
-        "seed": sampler.seed,
-        "num_samples": sampler.num_samples,
-        "batch_size": sampler.batch_size,
-        "world_size": sampler.world_size,
-    }
+    return isinstance(value, dict) and {"micro_step", *_IDENTITY} <= value.keys()

@@ -3,13 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from bev_lightning.checks import check_choice
 from bev_lightning.errors import InputError
-
-
-def check_on_missing(on_missing: object) -> None:
-    """Raise InputError unless the policy for missing files is known."""
-    check_choice("data.on_missing", on_missing)
 
 
 def check_data_root(root: Path | str, version: str) -> Path:
@@ -55,12 +49,14 @@ def check_gt_sampling(sensors: Sequence[str], history: int) -> None:
         InputError: the model reads no lidar, another sensor, or earlier key frames.
     """
     others = [name for name in sensors if name != "lidar"]
-    if "lidar" in sensors and not others and not history:
-        return
     if others:
         found = f"reads {' and '.join(others)} too"
+    elif history:
+        found = f"reads {history} earlier key frames"
+    elif "lidar" not in sensors:
+        found = "reads no lidar"
     else:
-        found = f"reads {history} earlier key frames" if history else "reads no lidar"
+        return
     raise InputError(
         f"data/gt_sampling pastes objects into the lidar points only and this model {found}; use "
         "data/gt_sampling with a model that reads only the lidar, or set data.gt_sampling=null"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from bev_lightning.checks import check_number
+from bev_lightning.checks import check_choice, check_number
 from bev_lightning.classes import check_classes
 from bev_lightning.data.batch_stream import (
     BatchStream,
@@ -18,7 +18,6 @@ from bev_lightning.data.batch_stream import (
     is_stream_state,
 )
 from bev_lightning.data.build_gt_database import build_ground_truth
-from bev_lightning.data.checks import check_on_missing
 from bev_lightning.data.class_balance import balance, count_boxes
 from bev_lightning.data.loaders.image_cache import (
     CacheKind,
@@ -116,7 +115,7 @@ class DetectionDataModule(LightningDataModule):
             InputError: a setting is invalid, or two contradict each other.
         """
         super().__init__()
-        check_on_missing(on_missing)
+        check_choice("data.on_missing", on_missing)
         check_classes(classes, class_of_category)
         check_number("data.batch_size", batch_size)
         check_number("data.val_batch_size", val_batch_size)
@@ -170,12 +169,13 @@ class DetectionDataModule(LightningDataModule):
         """
         if self.index is None:
             self.index = self.open_index()
+        # Evaluation reads no history, since a temporal model has seen it already.
         if stage in (None, "fit") and "train" not in self._frames:
             self._frames["train"] = self._training_source(self.index)
         if stage in (None, "fit", "validate", "test") and "val" not in self._frames:
-            self._frames["val"] = self._evaluation_source()
+            self._frames["val"] = self._source(self.val_split, history=0)
         if stage in (None, "predict") and "predict" not in self._frames:
-            self._frames["predict"] = self._evaluation_source(with_targets=False)
+            self._frames["predict"] = self._source(self.val_split, history=0, with_targets=False)
 
     def open_index(self) -> SampleIndex:
         """Open the index of the data set; build it, and a synthetic data set, where absent.
@@ -225,12 +225,12 @@ class DetectionDataModule(LightningDataModule):
     @property
     def train_tokens(self) -> tuple[str, ...]:
         """Sample tokens that training reads."""
-        return self._opened("train").tokens
+        return tuple(self._opened("train").tokens)
 
     @property
     def val_tokens(self) -> tuple[str, ...]:
         """Sample tokens that evaluation reads, in order."""
-        return self._opened("val").tokens
+        return tuple(self._opened("val").tokens)
 
     def list_tokens(
         self, name: Literal["val", "predict"], num_batches: int | None = None
@@ -261,18 +261,16 @@ class DetectionDataModule(LightningDataModule):
 
     def train_dataloader(self) -> BatchStream | WindowedStream:
         """Endless stream of training batches, from the micro-step of the loaded checkpoint on."""
-        sampler = self._train_sampler()
-        trainer = self.trainer
+        sampler, trainer = self._train_sampler(), self.trainer
         num_micro_steps, accumulation, done = len(sampler), 1, None
         if trainer is not None:
             accumulation = trainer.accumulate_grad_batches
             if trainer.max_steps is not None and trainer.max_steps > 0:
                 num_micro_steps, accumulation = trainer.max_steps * accumulation, 1
                 done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        frames = self._opened("train")
         self.stream = BatchStream(
             self.loader,
-            frames,
+            self._opened("train"),
             sampler,
             num_micro_steps,
             accumulation=accumulation,
@@ -378,7 +376,9 @@ class DetectionDataModule(LightningDataModule):
                     f"the ground-truth database has no {', '.join(gt_sampler.absent)} of at least "
                     f"{self.gt_sampling.min_points} points: none is pasted"
                 )
-        source = self._source(self.train_split, self.inputs, self.augment, gt_sampler=gt_sampler)
+        source = self._source(
+            self.train_split, self.inputs.history, augment=self.augment, gt_sampler=gt_sampler
+        )
         counts = count_boxes(index, source.tokens, self.classes, self.min_points)
         for sentence in counts.warnings():
             rank_zero_warn(sentence)
@@ -390,40 +390,25 @@ class DetectionDataModule(LightningDataModule):
         )
         return source
 
-    def _evaluation_source(self, with_targets: bool = True) -> FrameSource:
-        """The validation split without history, which a temporal model has seen already."""
-        inputs = replace(self.inputs, history=0)
-        return self._source(self.val_split, inputs, with_targets=with_targets)
-
-    def _source(
-        self,
-        split: str,
-        inputs: Inputs,
-        augment: Augment | None = None,
-        with_targets: bool = True,
-        gt_sampler: GTSampler | None = None,
-    ) -> FrameSource:
+    def _source(self, split: str, history: int, **settings: Any) -> FrameSource:
         assert self.index is not None
         source = FrameSource(
             self.index,
             self.index.split(split),
-            inputs,
+            replace(self.inputs, history=history),
             self.classes,
-            augment=augment,
             seed=self.seed,
             on_missing=self.on_missing,
-            with_targets=with_targets,
             min_points=self.min_points,
             target_range=self.target_range,
-            gt_sampler=gt_sampler,
             rig=self.rig,
+            **settings,
         )
         if source.dropped:
             rank_zero_warn(
                 f"{len(source.dropped)} of {len(source.dropped) + len(source)} samples of the "
-                f"split "
-                f"{split} are left out because files are missing (data.on_missing=skip), first: "
-                f"{next(iter(source.dropped.values()))}"
+                f"split {split} are left out because files are missing (data.on_missing=skip), "
+                f"first: {next(iter(source.dropped.values()))}"
             )
         return source
 

@@ -1,6 +1,8 @@
 """Deterministic, resumable sample order for training and evaluation."""
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +45,11 @@ class TrainSampler:
     def batch(self, micro_step: int) -> list[tuple[int, int]]:
         """``(epoch, position)`` of each sample of a micro-step's batch; micro-steps never end."""
         epoch, step = divmod(micro_step, len(self))
-        order = self._order(epoch)
+        order = (
+            _permutation(self.num_samples, self.seed, epoch)
+            if self.shuffle
+            else range(self.num_samples)
+        )
         start = step * self.batch_size * self.world_size + self.rank
         slots = [start + i * self.world_size for i in range(self.batch_size)]
         return [(epoch, int(order[slot % self.num_samples])) for slot in slots]
@@ -69,17 +75,6 @@ class TrainSampler:
         together = self.batch_size * self.world_size * accumulation
         own, again = divmod(step * size * count, together)
         return epoch * len(self) + own * accumulation, again
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_samples)
-        # The permutation of the current epoch is cached.
-        cached = self.__dict__.get("_cached")
-        if cached is None or cached[0] != epoch:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
-            cached = (epoch, order)
-            object.__setattr__(self, "_cached", cached)
-        return cached[1]
 
 
 @dataclass(frozen=True)
@@ -110,35 +105,34 @@ class SceneSampler:
                 f"SceneSampler needs scenes with samples, a batch size and 0 <= rank < world_size,"
                 f" got {self}"
             )
-        shares = _cut(self.scenes, self.world_size)
-        start = sum(shares[: self.rank])
-        object.__setattr__(self, "_share", range(start, start + shares[self.rank]))
-        object.__setattr__(self, "_num_steps", math.ceil(max(shares) / self.batch_size))
 
     def __len__(self) -> int:
         """Batches, the same number on every rank."""
-        num_steps: int = self.__dict__["_num_steps"]
-        return num_steps
+        return math.ceil(max(self._shares) / self.batch_size)
 
     def batch(self, micro_step: int) -> list[tuple[int, int]]:
         """``(0, position)`` of each sample of the batch of a micro-step, 0 .. len - 1."""
-        share: range = self.__dict__["_share"]
-        start = micro_step * self.batch_size
-        own = share[start : start + self.batch_size] or [share.stop - 1]
+        stop = sum(self._shares[: self.rank + 1])
+        start = stop - self._shares[self.rank] + micro_step * self.batch_size
+        own = range(start, min(start + self.batch_size, stop)) or [stop - 1]
         return [(0, position) for position in own]
+
+    @functools.cached_property
+    def _shares(self) -> list[int]:
+        return _cut(self.scenes, self.world_size)
+
+
+@functools.lru_cache(maxsize=2)  # of the current epoch
+def _permutation(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
 def _cut(scenes: Sequence[int], num_shares: int) -> list[int]:
     """Number of samples of each share of consecutive scenes, with the smallest possible maximum;
     the last shares may be empty."""
-    low, high = max(scenes), sum(scenes)
-    while low < high:
-        limit = (low + high) // 2
-        if len(_fill(scenes, limit)) <= num_shares:
-            high = limit
-        else:
-            low = limit + 1
-    shares = _fill(scenes, low)
+    limits = range(max(scenes), sum(scenes) + 1)
+    fits = bisect_left(limits, True, key=lambda limit: len(_fill(scenes, limit)) <= num_shares)
+    shares = _fill(scenes, limits[fits])
     return shares + [0] * (num_shares - len(shares))
 
 

@@ -192,10 +192,8 @@ def check_image_cache(kind: CacheKind, loader: "Loader | type[Loader]") -> None:
 
 
 def _open_memory(num_bytes: int) -> int:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
+    info = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(info["MemAvailable"].split()[0]) * 1024
     if num_bytes > free:
         raise InputError(
             f"data.cache=ram with data.cache_gib={num_bytes / GIB:.3g} does not fit into the "

@@ -1,6 +1,7 @@
 """Work of the loader's worker processes: reads the files of a batch into a slot."""
 
 import functools
+from dataclasses import dataclass
 
 import cv2
 import numpy as np
@@ -23,24 +24,18 @@ from bev_lightning.errors import InputError
 from bev_lightning.structures import Batch
 
 
+@dataclass(frozen=True)
 class SlotWriter:
     """The callable of a :class:`WorkerPool`: reads the batch of a micro-step into a slot."""
 
-    def __init__(
-        self,
-        frames: FrameSource,
-        sampler: BatchSampler,
-        layout: SlotLayout,
-        pool: SlotPool,
-        full_decode: bool = False,
-        image_cache: ImageCache | None = None,
-    ) -> None:
-        self.frames = frames
-        self.sampler = sampler
-        self.layout = layout
-        self.pool = pool
-        self.full_decode = full_decode
-        self.image_cache = image_cache
+    frames: FrameSource
+    sampler: BatchSampler
+    layout: SlotLayout
+    pool: SlotPool
+    full_decode: bool = False
+    image_cache: ImageCache | None = None
+
+    def __post_init__(self) -> None:
         _compile_kernels()
 
     def __call__(self, micro_step: int, slot: int) -> BatchMetadata:

@@ -5,10 +5,11 @@ the frame, and fills ``cameras``, ``points`` and ``radar`` of ``Frame.batch``. G
 augmentation are computed here alone, so every loader agrees on them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -74,6 +75,7 @@ class Frame:
     colours: tuple[ColourChange, ...] = ()
 
 
+@dataclass(eq=False, repr=False)
 class FrameSource:
     """Builds the frames of a list of samples, with augmentation, GT sampling and temporal queues.
 
@@ -88,64 +90,49 @@ class FrameSource:
     thus sees exactly the frames there are, never those of another scene, and batches stack.
 
     Attributes:
-        tokens: sample tokens, in order.
+        index: the data set.
+        tokens: samples of a split, each scene contiguous; those with missing files are left out.
+        inputs: sensors that the model reads; files of other sensors may be missing.
+        classes: names in the order of ``Boxes3D.label``.
+        augment: training augmentation; None for the fixed resize and crop of evaluation.
+        seed: of the augmentation.
+        on_missing: refuse samples with missing files ("error"), or leave them out ("skip").
+        with_targets: False leaves ``Batch.targets`` None.
+        min_points: lidar and radar points (as annotated) that a box needs to be a target; the
+            nuScenes metric ignores boxes without points too.
+        target_range: x, y, z minima and maxima [m]; targets whose centre is outside its x and y
+            limits after augmentation are removed (z is not limited). By default the range of the
+            lidar, else of the radar, else no limit.
+        gt_sampler: adds objects of other scenes; None for none.
+        rig: camera models that the index does not give.
         dropped: by token, why each sample with missing files was left out (``on_missing="skip"``).
         has_distorted_images: whether any camera is not a plain pinhole.
+
+    Raises:
+        InputError: a file is missing and on_missing is "error", or no sample is left.
     """
 
-    def __init__(
-        self,
-        index: SampleIndex,
-        tokens: Sequence[str],
-        inputs: Inputs,
-        classes: Sequence[str],
-        augment: Augment | None = None,
-        seed: int = 0,
-        on_missing: Literal["error", "skip"] = "error",
-        with_targets: bool = True,
-        min_points: int = 1,
-        target_range: Sequence[float] | None = None,
-        gt_sampler: GTSampler | None = None,
-        rig: SensorRig | None = None,
-    ) -> None:
-        """Check that every file that the inputs need exists.
+    index: SampleIndex
+    tokens: Sequence[str]
+    inputs: Inputs
+    classes: Sequence[str]
+    augment: Augment | None = None
+    seed: int = 0
+    on_missing: Literal["error", "skip"] = "error"
+    with_targets: bool = True
+    min_points: int = 1
+    target_range: Sequence[float] | None = None
+    gt_sampler: GTSampler | None = None
+    rig: SensorRig = field(default_factory=SensorRig)
 
-        Args:
-            index: the data set.
-            tokens: samples of a split, each scene contiguous.
-            inputs: sensors that the model reads; files of other sensors may be missing.
-            classes: names in the order of ``Boxes3D.label``.
-            augment: training augmentation; None for the fixed resize and crop of evaluation.
-            seed: of the augmentation.
-            on_missing: refuse samples with missing files ("error"), or leave them out ("skip").
-            with_targets: False leaves ``Batch.targets`` None.
-            min_points: lidar and radar points (as annotated) that a box needs to be a target; the
-                nuScenes metric ignores boxes without points too.
-            target_range: x, y, z minima and maxima [m]; targets whose centre is outside its x and
-                y limits after augmentation are removed (z is not limited). By default the range of
-                the lidar, else of the radar, else no limit.
-            gt_sampler: adds objects of other scenes; None for none.
-            rig: camera models that the index does not give; None for the nuScenes rig.
-
-        Raises:
-            InputError: a file is missing and on_missing is "error", or no sample is left.
-        """
-        self.index = index
-        self.inputs = inputs
-        self.classes = tuple(classes)
-        self.augment = augment
-        self.seed = seed
-        self.on_missing = on_missing
-        self.with_targets = with_targets
-        self.min_points = min_points
-        self.gt_sampler = gt_sampler
-        self.rig = SensorRig() if rig is None else rig
-        if target_range is None:
-            sensor = inputs.lidar or inputs.radar
-            target_range = None if sensor is None else sensor.range
-        self.target_range = target_range
-        self.tokens, self.dropped = filter_missing(index, tokens, inputs, on_missing)
-        self.has_distorted_images = index.has_lenses or bool(self.rig.camera_models)
+    def __post_init__(self) -> None:
+        sensor = self.inputs.lidar or self.inputs.radar
+        if self.target_range is None and sensor is not None:
+            self.target_range = sensor.range
+        self.tokens, self.dropped = filter_missing(
+            self.index, self.tokens, self.inputs, self.on_missing
+        )
+        self.has_distorted_images = self.index.has_lenses or bool(self.rig.camera_models)
         self._kept = frozenset(self.tokens)
 
     def __len__(self) -> int:
@@ -326,18 +313,9 @@ class FrameSource:
         lidar = self.inputs.lidar
         if lidar is None:
             return ()
-        readings = sample.readings
-        rows = readings.find(lidar.channel)[: lidar.sweeps + 1]
-        matrices = lidar_from_global @ global_from_sensor(readings, rows)
-        now = readings.timestamp[rows[0]]
-        return tuple(
-            LidarSource(
-                self.index.root / readings.path[row],
-                matrix,
-                float(now - readings.timestamp[row]) * 1e-6,
-            )
-            for row, matrix in zip(rows, matrices, strict=True)
-        )
+        rows = sample.readings.find(lidar.channel)[: lidar.sweeps + 1]
+        files = self._files(sample, rows, rows[0], lidar_from_global)
+        return tuple(LidarSource(*file) for file in files)
 
     def _radar(self, sample: Sample, lidar_from_global: np.ndarray) -> tuple[RadarSource, ...]:
         radar = self.inputs.radar
@@ -350,17 +328,21 @@ class FrameSource:
             for row in readings.find(channel)[: radar.sweeps + 1]
         ]
         found.sort()
-        matrices = lidar_from_global @ global_from_sensor(readings, [row for *_, row in found])
-        now = readings.timestamp[sample.find_reference()]
+        rows = [row for *_, row in found]
+        files = self._files(sample, rows, sample.find_reference(), lidar_from_global)
         return tuple(
-            RadarSource(
-                self.index.root / readings.path[row],
-                matrix,
-                float(now - readings.timestamp[row]) * 1e-6,
-                sensor,
-            )
-            for (_, sensor, row), matrix in zip(found, matrices, strict=True)
+            RadarSource(*file, sensor) for file, (_, sensor, _) in zip(files, found, strict=True)
         )
+
+    def _files(
+        self, sample: Sample, rows: list[int], key_row: int, lidar_from_global: np.ndarray
+    ) -> Iterator[tuple[Path, np.ndarray, float]]:
+        """Path, ``lidar_from_sensor`` and age [s] before the row ``key_row`` of readings."""
+        readings = sample.readings
+        matrices = lidar_from_global @ global_from_sensor(readings, rows)
+        for row, matrix in zip(rows, matrices, strict=True):
+            age = float(readings.timestamp[key_row] - readings.timestamp[row]) * 1e-6
+            yield self.index.root / readings.path[row], matrix, age
 
     def _targets(self, sample: Sample, lidar_from_global: np.ndarray) -> Boxes3D:
         """``(1, M)`` boxes in the augmented model frame, filtered by class, points and range."""

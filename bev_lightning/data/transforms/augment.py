@@ -177,18 +177,11 @@ def image_transform(
     """
     sx, sy = resized[1] / original_size[1], resized[0] / original_size[0]
     # Pixel CENTRES at integers: scaling acts on u + 0.5.
-    crop = np.array(
-        [
-            [sx, 0.0, 0.5 * sx - 0.5 - corner[1]],
-            [0.0, sy, 0.5 * sy - 0.5 - corner[0]],
-            [0.0, 0.0, 1.0],
-        ]
-    )
-    mirror = (
-        np.array([[-1.0, 0.0, size[1] - 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-        if flip
-        else np.eye(3)
-    )
+    crop = np.diag([sx, sy, 1.0])
+    crop[:2, 2] = 0.5 * sx - 0.5 - corner[1], 0.5 * sy - 0.5 - corner[0]
+    mirror = np.eye(3)
+    if flip:
+        mirror[0] = -1.0, 0.0, size[1] - 1.0
     return image_rotation(size, angle) @ mirror @ crop
 
 
@@ -197,10 +190,9 @@ def image_rotation(size: tuple[int, int], angle: float) -> np.ndarray:
     centre of an image of ``size``."""
     cos, sin = math.cos(angle), math.sin(angle)
     centre = np.array([(size[1] - 1) / 2, (size[0] - 1) / 2])
-    linear = np.array([[cos, sin], [-sin, cos]])  # v points down
     matrix = np.eye(3)
-    matrix[:2, :2] = linear
-    matrix[:2, 2] = centre - linear @ centre
+    matrix[:2, :2] = [[cos, sin], [-sin, cos]]  # v points down
+    matrix[:2, 2] = centre - matrix[:2, :2] @ centre
     return matrix
 
 

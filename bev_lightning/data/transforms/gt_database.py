@@ -58,16 +58,15 @@ class GroundTruthDatabase:
         self.stamp: str = notes["stamp"]
         self.sweeps: int = notes["sweeps"]
         self.min_distance: float = notes["min_distance"]
-        self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        self._starts = np.cumsum([0] + [batch.num_rows for batch in self._batches])
-        self.label = self._join("label", np.int8)
-        self.num_points = self._join("num_points", np.int32)
+        self._table = reader.read_all()
+        self.label = self._table["label"].to_numpy()
+        self.num_points = self._table["num_points"].to_numpy()
 
     def __reduce__(self) -> tuple[type["GroundTruthDatabase"], tuple[Path]]:
         return GroundTruthDatabase, (self.path,)  # each worker maps the file itself
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self.label)
 
     def check(self, lidar: LidarInput) -> None:
         """Check that a lidar input has points like those of the objects.
@@ -97,13 +96,10 @@ class GroundTruthDatabase:
 
     def boxes(self, rows: Sequence[int] | np.ndarray, classes: Sequence[str]) -> Boxes3D:
         """Boxes ``(K,)``, each in its own sample's model frame; labels index ``classes``."""
-        values = np.zeros((len(rows), 9), np.float32)
-        for i, row in enumerate(rows):
-            batch, inner = self._find(int(row))
-            column = batch.column("box")
-            values[i] = column.values.slice(inner * 9, 9).to_numpy()
+        column = self._table["box"]
+        values = [column[int(row)].values.to_numpy() for row in rows]
         label = [list(classes).index(self.classes[self.label[row]]) for row in rows]
-        box = torch.from_numpy(values)
+        box = torch.from_numpy(np.array(values, np.float32).reshape(-1, 9))
         return Boxes3D(
             centre=box[:, :3],
             size=box[:, 3:6],
@@ -115,20 +111,9 @@ class GroundTruthDatabase:
 
     def points(self, row: int) -> np.ndarray:
         """Points ``(P, 5)`` float32 in the model frame of the object's own sample; read-only."""
-        batch, inner = self._find(row)
-        column = batch.column("points")
-        start, stop = column.offsets[inner].as_py(), column.offsets[inner + 1].as_py()
-        return column.values.slice(start, stop - start).to_numpy().reshape(-1, 5)
+        points: np.ndarray = self._table["points"][row].values.to_numpy().reshape(-1, 5)
+        return points
 
     def sample(self, row: int) -> str:
         """Token of the sample that an object comes from."""
-        batch, inner = self._find(row)
-        return str(batch.column("sample")[inner])
-
-    def _find(self, row: int) -> tuple[pa.RecordBatch, int]:
-        number = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return self._batches[number], row - int(self._starts[number])
-
-    def _join(self, name: str, kind: type[np.generic]) -> np.ndarray:
-        parts = [batch.column(name).to_numpy() for batch in self._batches]
-        return np.concatenate([np.zeros(0, kind), *parts]).astype(kind)
+        return str(self._table["sample"][row])

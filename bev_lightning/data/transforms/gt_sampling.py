@@ -116,13 +116,13 @@ class GTSampler:
         self.database = database
         self.classes = tuple(classes)
         self.seed = seed
-        wanted = {name: gt_sampling.per_class.get(name, 0) for name in self.classes}
-        rows = {
-            name: database.rows(name, gt_sampling.min_points) for name, num in wanted.items() if num
-        }
-        self.absent = tuple(name for name, found in rows.items() if not len(found))
-        self._sources = [(wanted[name], found) for name, found in rows.items() if len(found)]
-        self._labels = [self.classes.index(name) for name, found in rows.items() if len(found)]
+        sources = [
+            (label, wanted, database.rows(name, gt_sampling.min_points))
+            for label, name in enumerate(self.classes)
+            if (wanted := gt_sampling.per_class.get(name, 0))
+        ]
+        self.absent = tuple(self.classes[label] for label, _, rows in sources if not len(rows))
+        self._sources = [source for source in sources if len(source[2])]
 
     def sample(
         self, epoch: int, position: int, present: Boxes3D, augmented_from_lidar: np.ndarray
@@ -144,7 +144,7 @@ class GTSampler:
             return None
         rng = np.random.default_rng([self.seed, epoch, position, _STREAM])
         rows: list[int] = []
-        for (wanted, found), label in zip(self._sources, self._labels, strict=True):
+        for label, wanted, found in self._sources:
             missing = wanted - int((present.label == label).sum())
             if missing > 0:
                 rows += rng.choice(found, min(missing, len(found)), replace=False).tolist()
