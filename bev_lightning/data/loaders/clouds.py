@@ -15,7 +15,6 @@ from bev_lightning.data.nuscenes.sensor_files import (
     read_radar_file,
 )
 from bev_lightning.data.samples.file_sources import LidarSource, RadarSource
-from bev_lightning.data.samples.frame import Frame
 from bev_lightning.structures import LidarInput, RadarInput
 
 
@@ -43,12 +42,6 @@ def read_points(sources: tuple[LidarSource, ...], lidar: LidarInput) -> np.ndarr
         if capacity <= 0:
             break
     return np.concatenate(parts) if parts else np.zeros((0, 5), np.float32)
-
-
-def read_cloud(frame: Frame, lidar: LidarInput) -> np.ndarray:
-    """:func:`read_points` of a frame, with the objects pasted into it."""
-    points = read_points(frame.lidar, lidar)
-    return points if frame.pasted is None else frame.pasted.add_points(points, lidar)
 
 
 def read_radar(sources: tuple[RadarSource, ...], radar: RadarInput) -> np.ndarray:
@@ -84,28 +77,12 @@ def read_radar(sources: tuple[RadarSource, ...], radar: RadarInput) -> np.ndarra
     return np.concatenate(parts)[: radar.max_points]
 
 
-def read_cloud_into(frame: Frame, lidar: LidarInput, out: np.ndarray) -> int:
-    """Read the lidar points of a frame, with the objects pasted into it.
+def read_points_into(sources: Sequence[LidarSource], lidar: LidarInput, out: np.ndarray) -> int:
+    """:func:`read_points` in one pass over each file, into ``out``; returns the number of rows.
 
     Args:
         out: ``(max_points, 5)`` float32 as in ``Points.features``.
-
-    Returns:
-        number of rows written.
-
-    Raises:
-        InputError: a file is absent, empty, truncated or holds NaN or infinity.
     """
-    count = read_points_into(frame.lidar, lidar, out)
-    if frame.pasted is not None:
-        points = frame.pasted.add_points(out[:count].copy(), lidar)
-        count = len(points)
-        out[:count] = points
-    return count
-
-
-def read_points_into(sources: Sequence[LidarSource], lidar: LidarInput, out: np.ndarray) -> int:
-    """:func:`read_points` in one pass over each file."""
     low, high = np.array(lidar.range, np.float32).reshape(2, 3)
     nearest, count = np.float32(lidar.min_distance), 0
     for source in sources:

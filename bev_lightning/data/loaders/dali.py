@@ -14,6 +14,7 @@ spawned, which imports torch again for seconds each time a loader opens.
 """
 
 import contextlib
+import itertools
 import math
 import queue
 import threading
@@ -40,8 +41,8 @@ from bev_lightning.data.loaders.slot_batch import (
     normalise,
     view_clouds,
 )
-from bev_lightning.data.loaders.slot_writer import SlotWriter, describe_killed_worker
-from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerDiedError, WorkerPool
+from bev_lightning.data.loaders.slot_writer import SlotWriter
+from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerPool
 from bev_lightning.data.samples.file_sources import ImageSource
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.data.transforms.photometric import apply_colour_changes
@@ -98,14 +99,9 @@ class DaliLoader(Loader):
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         # The workers start first: a process should be forked before it has the graph's threads.
+        ahead = self.prefetch + self.image_queue + 2
         source = EncodedImageSource(
-            frames,
-            sampler,
-            start,
-            stop,
-            self.num_workers,
-            self.prefetch,
-            ahead=self.prefetch + self.image_queue + 2,
+            frames, sampler, start, stop, self.num_workers, self.prefetch, ahead
         )
         pinned = self.pin_memory and cuda and source.pool.pin()
         images: Iterator[tuple[BatchMetadata, Tensor | None]] = self._make_images(
@@ -151,9 +147,7 @@ class DaliLoader(Loader):
                 yield source.next_metadata(), None
             return
         stream = self._choose_stream(device)
-        pipeline = build_pipeline(
-            source, source.layout.batch_size, device, max(1, self.num_workers), self.prefetch
-        )
+        pipeline = _build_pipeline(source, device, max(1, self.num_workers), self.prefetch)
         for micro_step in source.steps:
             with torch.cuda.stream(stream):
                 try:
@@ -270,11 +264,13 @@ class EncodedImageSource:
             frames.inputs, sampler.batch_size, encoded_bytes=_encoded_capacity(frames)
         )
         self.pool = SlotPool(max(1, num_workers) * prefetch + ahead, self.layout.num_bytes)
+        writer = SlotWriter(frames, sampler, self.layout, self.pool)
         self.workers = WorkerPool(
-            SlotWriter(frames, sampler, self.layout, self.pool),
+            writer,
             self.steps,
             num_workers,
             self.pool,
+            writer.describe_death,
             restart=frames.on_missing == "skip",
         )
         self.pending_images: queue.SimpleQueue[PendingBatch | Exception] = queue.SimpleQueue()
@@ -298,9 +294,7 @@ class EncodedImageSource:
             self._last_slot = None
         try:
             slot, metadata = next(self.workers)
-        except (InputError, WorkerDiedError, RuntimeError) as error:
-            if isinstance(error, WorkerDiedError):
-                error = describe_killed_worker(self.frames, self.sampler, error)
+        except (InputError, RuntimeError) as error:
             self.pending_images.put(error)
             self.pending_clouds.put(error)
             return self._columns([_BLANK], [plan_pixels(np.eye(3), (1, 1), (1, 1))])
@@ -349,27 +343,15 @@ class EncodedImageSource:
         return columns[: self.num_columns]
 
 
-def build_pipeline(
-    source: EncodedImageSource,
-    batch_size: int,
-    device: torch.device,
-    num_threads: int,
-    prefetch: int,
+def _build_pipeline(
+    source: EncodedImageSource, device: torch.device, num_threads: int, prefetch: int
 ) -> Pipeline:
-    """Build the graph. It makes images ``(S, H, W, 3)`` uint8, or resized ones that are still to be
-    undistorted.
-
-    Args:
-        source: provides the inputs.
-        batch_size: samples of a batch at most.
-        device: where the images are made.
-        num_threads: threads of the graph on the CPU.
-        prefetch: batches made ahead.
-    """
-    inputs = source.frames.inputs
+    """The graph. It makes images ``(S, H, W, 3)`` uint8, or resized ones that are still to be
+    undistorted."""
+    inputs, num_frames = source.frames.inputs, source.frames.inputs.history + 1
     assert inputs.camera is not None
     pipeline = Pipeline(
-        batch_size=batch_size * (inputs.history + 1) * len(inputs.camera.channels),
+        batch_size=source.layout.batch_size * num_frames * len(inputs.camera.channels),
         num_threads=num_threads,
         device_id=device.index if device.type == "cuda" else None,
         prefetch_queue_depth=prefetch,
@@ -395,8 +377,6 @@ def make_images(pixels: Sequence[Any], camera: CameraInput, device: torch.device
     Args:
         pixels: nodes of the image's bytes and of the fields of :class:`PixelPlan`; without the
             last one there is no warp.
-        camera: size of the image.
-        device: where the operators run.
     """
     encoded, start, end, size, *warp = pixels
     decoder = "mixed" if device.type == "cuda" else "cpu"
@@ -564,20 +544,19 @@ def _raise_for_image(frames: FrameSource, sampler: BatchSampler, micro_steps: ra
         InputError: always.
     """
     tokens = []
-    for micro_step in micro_steps:
-        for epoch, position in sampler.batch(micro_step):
-            frame = frames.frame(epoch, position)
-            tokens.append(frame.sample_token)
-            for member in (*frame.history, frame):
-                for source in member.images:
-                    try:
-                        read_encoded(source)
-                    except InputError:
-                        continue  # its sample was skipped, so it never reached the decoder
-                    try:
-                        read_image(source)
-                    except InputError as error:
-                        raise InputError(f"sample {member.sample_token}: {error}") from None
+    for sample in itertools.chain.from_iterable(map(sampler.batch, micro_steps)):
+        frame = frames.frame(*sample)
+        tokens.append(frame.sample_token)
+        for member in (*frame.history, frame):
+            for source in member.images:
+                try:
+                    read_encoded(source)
+                except InputError:
+                    continue  # its sample was skipped, so it never reached the decoder
+                try:
+                    read_image(source)
+                except InputError as error:
+                    raise InputError(f"sample {member.sample_token}: {error}") from None
     raise InputError(
         f"DALI cannot decode an image of the samples {', '.join(tokens)}, though PIL can: save it "
         f"as JPEG, or set loader=torch"

@@ -7,7 +7,6 @@ while the previous one is trained on, and the GPU normalises.
 """
 
 import math
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Generator
@@ -27,8 +26,8 @@ from bev_lightning.data.loaders.slot_batch import (
     view_clouds,
     view_pixels,
 )
-from bev_lightning.data.loaders.slot_writer import SlotWriter, describe_killed_worker
-from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerDiedError, WorkerPool
+from bev_lightning.data.loaders.slot_writer import SlotWriter
+from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerPool
 from bev_lightning.data.samples.frame import FrameSource
 from bev_lightning.structures import Batch, Inputs
 
@@ -68,11 +67,13 @@ class SharedMemoryLoader(Loader):
         changes_colours = frames.augment is not None and frames.augment.changes_colours
         layout = SlotLayout(frames.inputs, sampler.batch_size, changes_colours)
         pool = SlotPool(max(1, self.num_workers) * self.prefetch + _SLOTS_IN_USE, layout.num_bytes)
+        writer = SlotWriter(frames, sampler, layout, pool, self.full_decode, image_cache)
         workers = WorkerPool(
-            SlotWriter(frames, sampler, layout, pool, self.full_decode, image_cache),
+            writer,
             range(start, stop),
             self.num_workers,
             pool,
+            writer.describe_death,
             restart=frames.on_missing == "skip",
         )
         unload: _CudaUploader | _CpuUnloader = (
@@ -91,17 +92,9 @@ class SharedMemoryLoader(Loader):
                     self.stats.cache_lookups += metadata.cache_lookups
                     ready.append(unload(slot, metadata, layout.view(pool.memory(slot))))
                 yield ready.popleft()
-        except WorkerDiedError as died:
-            raise describe_killed_worker(frames, sampler, died) from None
         finally:
             workers.close()
             unload.close()
-            if workers.num_restarts:
-                warnings.warn(
-                    f"{workers.num_restarts} loader processes were killed, perhaps out of memory, "
-                    f"and replaced (data.on_missing=skip)",
-                    stacklevel=2,
-                )
 
 
 class _CpuUnloader:

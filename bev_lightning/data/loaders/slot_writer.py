@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import torch
 
-from bev_lightning.data.loaders.clouds import append_points, read_cloud_into, read_radar
+from bev_lightning.data.loaders.clouds import append_points, read_points_into, read_radar
 from bev_lightning.data.loaders.image_cache import ImageCache
 from bev_lightning.data.loaders.images import change_colours, read_encoded, read_image_into
 from bev_lightning.data.loaders.protocol import BatchSampler
@@ -17,7 +17,7 @@ from bev_lightning.data.loaders.slot_batch import (
     SlotArrays,
     SlotLayout,
 )
-from bev_lightning.data.loaders.worker_pool import SlotPool, WorkerDiedError
+from bev_lightning.data.loaders.worker_pool import SlotPool
 from bev_lightning.data.samples.frame import Frame, FrameSource
 from bev_lightning.data.transforms.photometric import ColourChange
 from bev_lightning.errors import InputError
@@ -86,6 +86,22 @@ class SlotWriter:
             cache_lookups=0 if cache is None else cache.lookups - lookups,
         )
 
+    def describe_death(self, micro_step: int, why: str) -> InputError:
+        """The error to raise for a worker that was killed: what it was reading, and the fix."""
+        batch = [self.frames.frame(*sample) for sample in self.sampler.batch(micro_step)]
+        paths = [
+            source.path
+            for frame in batch
+            for sources in (frame.images, frame.lidar, frame.radar)
+            for source in sources
+        ]
+        return InputError(
+            f"the loader process that read the samples "
+            f"{', '.join(frame.sample_token for frame in batch)} ({len(paths)} files, first "
+            f"{paths[0]}) {why}, perhaps out of memory: set loader.num_workers lower, or "
+            f"data.on_missing=skip"
+        )
+
     def _read_queue(
         self, arrays: SlotArrays, counts: FillCounts, sample: int, frame: Frame
     ) -> tuple[Frame, ...]:
@@ -139,30 +155,17 @@ class SlotWriter:
     ) -> None:
         inputs = self.frames.inputs
         if inputs.lidar is not None:
-            counts.num_points[at] = read_cloud_into(frame, inputs.lidar, arrays.points[at])
+            rows = arrays.points[at]
+            count = read_points_into(frame.lidar, inputs.lidar, rows)
+            if frame.pasted is not None:
+                points = frame.pasted.add_points(rows[:count].copy(), inputs.lidar)
+                count = len(points)
+                rows[:count] = points
+            counts.num_points[at] = count
         if inputs.radar is not None:
             returns = read_radar(frame.radar, inputs.radar)
             counts.num_returns[at] = len(returns)
             arrays.radar[at][: len(returns)] = returns
-
-
-def describe_killed_worker(
-    frames: FrameSource, sampler: BatchSampler, died: WorkerDiedError
-) -> InputError:
-    """The error to raise for a worker that was killed: what it was reading, and the fix."""
-    batch = [frames.frame(*sample) for sample in sampler.batch(died.job)]
-    paths = [
-        source.path
-        for frame in batch
-        for sources in (frame.images, frame.lidar, frame.radar)
-        for source in sources
-    ]
-    return InputError(
-        f"the loader process that read the samples "
-        f"{', '.join(frame.sample_token for frame in batch)} ({len(paths)} files, first "
-        f"{paths[0]}) {died.why}, perhaps out of memory: set loader.num_workers lower, or "
-        f"data.on_missing=skip"
-    )
 
 
 def _close_gaps(rows: np.ndarray, counts: np.ndarray) -> None:

@@ -1,7 +1,7 @@
 """Reference loader: PIL and numpy in the workers of a PyTorch DataLoader."""
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,8 +56,9 @@ class TorchLoader(Loader):
                         f"one of {self.num_workers} loader processes was killed ({result}), "
                         f"perhaps out of memory: set loader.num_workers lower"
                     )
-                self.stats.skipped.update(result.skipped)
-                yield result.batch
+                batch, skipped = result
+                self.stats.skipped.update(skipped)
+                yield batch
         finally:
             del results  # ends the workers, even if an error keeps this frame alive
 
@@ -115,33 +116,26 @@ def _next(results: Iterator[Any]) -> Any:
         return "its pipe is closed"
 
 
-@dataclass(frozen=True)
-class _Result:
-    batch: Batch
-    skipped: dict[str, str]
+class _FrameDataset(Dataset[Any]):
+    """A batch of one and the reasons for the samples that it replaces, or an InputError."""
 
-    def pin_memory(self) -> "_Result":
-        return replace(self, batch=self.batch.pin_memory())
-
-
-class _FrameDataset(Dataset["_Result | InputError"]):
     def __init__(self, frames: FrameSource) -> None:
         self.frames = frames
 
-    def __getitem__(self, sample: tuple[int, int]) -> "_Result | InputError":
+    def __getitem__(self, sample: tuple[int, int]) -> tuple[Batch, dict[str, str]] | InputError:
         inputs = self.frames.inputs
         try:
-            return _Result(*self.frames.read_or_replace(*sample, lambda f: assemble(f, inputs)))
+            return self.frames.read_or_replace(*sample, lambda frame: assemble(frame, inputs))
         except InputError as error:
             # Returned: if it were raised, torch would put its traceback into the message.
             return InputError(str(error))
 
 
-def _collate(results: "list[_Result | InputError]") -> "_Result | InputError":
-    good = []
+def _collate(results: list[Any]) -> tuple[Batch, dict[str, str]] | InputError:
     for result in results:
         if isinstance(result, InputError):
             return result
-        good.append(result)
-    skipped = {token: reason for result in good for token, reason in result.skipped.items()}
-    return _Result(Batch.stack([result.batch for result in good]), skipped)
+    batches, skipped = zip(*results, strict=True)
+    return Batch.stack(batches), {
+        token: reason for reasons in skipped for token, reason in reasons.items()
+    }

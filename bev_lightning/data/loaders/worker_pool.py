@@ -16,6 +16,7 @@ import multiprocessing
 import pickle
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -31,20 +32,6 @@ from bev_lightning.errors import InputError
 # Pending jobs of a worker: the running one and the next, so that it need not wait for its result to
 # be taken.
 _MAX_PENDING = 2
-
-
-class WorkerDiedError(RuntimeError):
-    """A worker process ended without a result.
-
-    Attributes:
-        job: what it was working on.
-        why: how it ended.
-    """
-
-    def __init__(self, job: int, why: str) -> None:
-        super().__init__(f"a worker process of the loader {why}")
-        self.job = job
-        self.why = why
 
 
 class SlotPool:
@@ -112,8 +99,6 @@ class WorkerPool:
 
     Each item is a slot, which the caller then holds, and the return value of ``work``.
 
-    Attributes:
-        num_restarts: workers that were killed and replaced.
     """
 
     def __init__(
@@ -122,6 +107,7 @@ class WorkerPool:
         jobs: range,
         num_workers: int,
         pool: SlotPool,
+        describe_death: Callable[[int, str], Exception] | None = None,
         restart: bool = False,
     ) -> None:
         """Fork the workers.
@@ -132,9 +118,12 @@ class WorkerPool:
             jobs: numbers of the jobs.
             num_workers: processes; 0 runs a job in this process when its result is requested.
             pool: its slots limit how far the workers run ahead.
+            describe_death: the error to raise for a worker that was killed, from the number of the
+                job that it was working on and how it ended.
             restart: replace a worker that was killed, once per job.
         """
-        self.num_restarts = 0
+        self._num_restarts = 0
+        self._describe_death = describe_death
         self._work, self._jobs, self._pool, self._restart = work, jobs, pool, restart
         self._next = self._next_to_assign = jobs.start
         self._results: dict[int, tuple[int, Any]] = {}
@@ -153,8 +142,7 @@ class WorkerPool:
     def __next__(self) -> tuple[int, Any]:
         """Raises:
         StopIteration: past the last job, or closed.
-        InputError: that of the job.
-        WorkerDiedError: a worker was killed.
+        InputError: that of the job, or a worker was killed.
         """
         job = self._next
         if job >= self._jobs.stop:
@@ -197,6 +185,13 @@ class WorkerPool:
         for worker in workers:
             worker.process.join()
             worker.process.close()
+        if self._num_restarts:
+            warnings.warn(
+                f"{self._num_restarts} loader processes were killed, perhaps out of memory, and "
+                f"replaced (data.on_missing=skip)",
+                stacklevel=3,
+            )
+            self._num_restarts = 0
 
     def _start_worker(self) -> _Worker:
         # Forked: they share the slots and all that `work` refers to. They use no CUDA.
@@ -240,8 +235,7 @@ class WorkerPool:
             self._results[job] = slot, result
 
     def _replace_worker(self, worker: _Worker) -> None:
-        """Pass the jobs of a worker that died to a new one. Raises WorkerDiedError where that is
-        not allowed."""
+        """Pass the jobs of a worker that died to a new one, or raise where that is not allowed."""
         self._workers.remove(worker)
         worker.process.join(2)
         code = worker.process.exitcode
@@ -250,10 +244,14 @@ class WorkerPool:
         )
         (job, _), *_ = worker.pending
         if not self._restart or job in self._retried_jobs:
-            self._end = WorkerDiedError(job, why)
+            self._end = (
+                RuntimeError(f"a worker process of the loader {why}")
+                if self._describe_death is None
+                else self._describe_death(job, why)
+            )
             raise self._end
         self._retried_jobs.add(job)
-        self.num_restarts += 1
+        self._num_restarts += 1
         successor = self._start_worker()
         for pending in worker.pending:
             self._send(successor, *pending)
