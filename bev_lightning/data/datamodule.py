@@ -49,9 +49,6 @@ class DetectionDataModule(LightningDataModule):
     ranks. A rank that finishes early repeats its last sample, and a sample's first result counts.
     Evaluation loads no history, since a temporal model gets the frames of a scene one by one.
 
-    A data set that is not in nuScenes format needs a subclass that overrides :meth:`open_index` to
-    return a :class:`SampleIndex`.
-
     Attributes:
         index: index of the data set, from :meth:`setup` on.
         stream: batches of training, from :meth:`train_dataloader` on.
