@@ -52,6 +52,10 @@ NUMBERS: dict[str, Number] = {
     "callbacks.steps.keep_every_n_train_steps": Number(int, 1, nullable=True),
     "cluster.rendezvous_s": Number(float, 1),
     "cluster.collective_s": Number(float, 1),
+    "strategy.data": Number(int, 1, auto=True),
+    "strategy.pipeline": Number(int, 1),
+    "strategy.model": Number(int, 1),
+    "strategy.micro_batches": Number(int, 1),
 }
 CHOICES: dict[str, tuple[object, ...]] = {
     "compile": ("off", "model", "regions"),
@@ -68,6 +72,9 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "precision.emulate": (True, False),
     "strategy.stage": (1, 2, 3),
     "strategy.schedule": ("gpipe", "1f1b"),
+    "to": ("ours", "official"),
+    "names": ("auto", "mit", "mmdetection3d", "bevformer"),
+    "strict": (True, False),
 }
 
 

@@ -21,10 +21,8 @@ def main(cfg: DictConfig) -> float | None:
     from bev_lightning.runtime.build import (
         build_data,
         build_evaluator,
-        build_module,
+        build_loaded_module,
         build_trainer,
-        load_weights,
-        prepare_execution,
         read_steps,
     )
 
@@ -39,9 +37,7 @@ def main(cfg: DictConfig) -> float | None:
         check_predicted(index, results, tokens)
         scores = build_evaluator(cfg).evaluate(results, data.ground_truth(tokens))
     else:
-        module = build_module(cfg)
-        load_weights(module, cfg.ckpt)
-        prepare_execution(module, cfg)
+        module = build_loaded_module(cfg)
         trainer = build_trainer(cfg)
         trainer.validate(module, datamodule=data, verbose=False, weights_only=True)
         if not trainer.is_global_zero or module.scores is None:

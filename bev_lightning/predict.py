@@ -14,17 +14,9 @@ def main(cfg: DictConfig) -> None:
     from pathlib import Path
 
     from bev_lightning.metrics.submission import write_submission
-    from bev_lightning.runtime.build import (
-        build_data,
-        build_module,
-        build_trainer,
-        load_weights,
-        prepare_execution,
-    )
+    from bev_lightning.runtime.build import build_data, build_loaded_module, build_trainer
 
-    module = build_module(cfg)
-    load_weights(module, cfg.ckpt)
-    prepare_execution(module, cfg)
+    module = build_loaded_module(cfg)
     trainer = build_trainer(cfg, limit_predict_batches=cfg.trainer.limit_val_batches)
     trainer.predict(module, datamodule=build_data(cfg), return_predictions=False, weights_only=True)
     if trainer.is_global_zero:

@@ -15,13 +15,7 @@ def main(cfg: DictConfig) -> float | None:
     from pathlib import Path
 
     from bev_lightning.callbacks.stop_signals import Stopped
-    from bev_lightning.runtime.build import (
-        build_data,
-        build_module,
-        build_trainer,
-        load_initial_weights,
-        prepare_execution,
-    )
+    from bev_lightning.runtime.build import build_data, build_loaded_module, build_trainer
     from bev_lightning.runtime.training import (
         MemoryInputError,
         fit,
@@ -36,9 +30,8 @@ def main(cfg: DictConfig) -> float | None:
     status, trainer, module = "failed", None, None
     (Path(cfg.paths.run) / "stopped.json").unlink(missing_ok=True)
     try:
-        data, module, trainer = build_data(cfg), build_module(cfg), build_trainer(cfg)
-        load_initial_weights(module, cfg)
-        prepare_execution(module, cfg)
+        data, trainer = build_data(cfg), build_trainer(cfg)
+        module = build_loaded_module(cfg)
         print_plan(cfg)
         fit(trainer, module, data, cfg.resume)
         status = "finished"

@@ -31,15 +31,11 @@ def resolve(cfg: DictConfig, machine: Machine, run_dir: Path | None = None) -> D
         plain.data.root = str(Path(plain.data.root).expanduser())
     rename_targets(plain)
     OmegaConf.resolve(plain)
-    on_cuda = False
-    num_local = 1
-    if "trainer" in plain:
-        on_cuda = _resolve_hardware(plain, machine)
-        num_local = int(plain.trainer.devices)
+    on_cuda = "trainer" in plain and _resolve_hardware(plain, machine)
     if plain.get("channels_last") == "auto":
         plain.channels_last = on_cuda and name_strategy(plain) in WHOLE
     if "loader" in plain:
-        _resolve_loader(plain, machine, on_cuda, num_local)
+        _resolve_loader(plain, machine, on_cuda)
         if "data" in plain and "loader" in plain.data:
             plain.data.loader = plain.loader
     OmegaConf.set_struct(plain, True)
@@ -53,6 +49,14 @@ def plan_batch(resolved: DictConfig) -> BatchPlan:
         num_processes=count_replicas(resolved),
         batch_size=resolved.data.batch_size,
         accumulation=resolved.trainer.accumulate_grad_batches,
+    )
+
+
+def scale_lr(resolved: DictConfig) -> float:
+    """The peak learning rate, scaled to the samples per optimizer step."""
+    optim = resolved.optim
+    return plan_batch(resolved).scale_lr(
+        float(optim.lr), optim.get("scale_lr"), optim.get("base_batch")
     )
 
 
@@ -80,19 +84,16 @@ def _resolve_hardware(plain: DictConfig, machine: Machine) -> bool:
     return on_cuda
 
 
-def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool, num_local: int) -> None:
+def _resolve_loader(plain: DictConfig, machine: Machine, on_cuda: bool) -> None:
     if plain.loader["_target_"] == f"{choose_loader.__module__}.choose_loader":
         # The factory is replaced by its choice, so that resolved.yaml shows it.
         choice = choose_loader_name(on_cuda, plain.loader.image_cache)
-        given = {
-            key: value
-            for key, value in plain.loader.items()
-            if key not in ("_target_", "image_cache")
-        }
+        del plain.loader["_target_"], plain.loader["image_cache"]
         plain.loader = OmegaConf.merge(
-            OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), given
+            OmegaConf.load(config_dir() / "loader" / f"{choice}.yaml"), plain.loader
         )
     if plain.loader.num_workers == "auto":
+        num_local = int(plain.trainer.devices) if "trainer" in plain else 1
         plain.loader.num_workers = choose_num_workers(machine.num_cpus, num_local, on_cuda)
     if plain.loader.pin_memory == "auto":
         plain.loader.pin_memory = on_cuda

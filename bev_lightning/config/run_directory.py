@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from bev_lightning import __version__
-from bev_lightning.config.resolve import plan_batch
+from bev_lightning.config.resolve import plan_batch, scale_lr
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
 
@@ -31,42 +31,25 @@ def write_run_directory(
 ) -> None:
     """Write config.yaml (as composed), resolved.yaml (without ``auto``) and run.json.
 
-    Args:
-        run_dir: exists.
-        cfg: composed.
-        resolved: from ``cfg``.
-        machine: where the run takes place.
-        overrides: what ``cfg`` was composed from; ``resume=auto`` finds the run by them.
+    ``resume=auto`` finds the run by its overrides.
     """
-    batch = {}
-    if resolved.verb == "train":
-        plan, optim = plan_batch(resolved), resolved.optim
-        batch = {
-            "batch": {
-                **asdict(plan),
-                "effective_batch": plan.effective_batch,
-                "learning_rate": plan.scale_lr(
-                    optim.lr, optim.get("scale_lr"), optim.get("base_batch")
-                ),
-            }
-        }
     OmegaConf.save(cfg, run_dir / "config.yaml")
     OmegaConf.save(resolved, run_dir / "resolved.yaml")
-    write_json(
-        run_dir / "run.json",
-        {
-            "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
-            "argv": sys.argv[1:],
-            "overrides": list(overrides),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "git": _git_revision(),
-            "python": sys.version.split()[0],
-            "versions": {"bev_lightning": __version__}
-            | {name: _version(name) for name in _PACKAGES},
-            "machine": machine.to_dict(),
-            **batch,
-        },
-    )
+    description: dict[str, Any] = {
+        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "argv": sys.argv[1:],
+        "overrides": list(overrides),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "git": _git_revision(),
+        "python": sys.version.split()[0],
+        "versions": {"bev_lightning": __version__} | {name: _version(name) for name in _PACKAGES},
+        "machine": machine.to_dict(),
+    }
+    if resolved.verb == "train":
+        batch = plan_batch(resolved)
+        rates = {"effective_batch": batch.effective_batch, "learning_rate": scale_lr(resolved)}
+        description["batch"] = asdict(batch) | rates
+    write_json(run_dir / "run.json", description)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -109,17 +92,15 @@ def _git_revision() -> dict[str, Any] | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    # All tags are excluded: the full hash, with a mark behind it if tracked files changed.
+    describe = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:
-        git = ["git", "-C", str(root)]
-        revision = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        )
+        found = subprocess.run(
+            ["git", "-C", str(root), *describe], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return {"revision": revision.stdout.strip(), "changed": bool(changed.stdout.strip())}
+    return {"revision": found.removesuffix("-dirty"), "changed": found.endswith("-dirty")}
 
 
 def _version(package: str) -> str | None:

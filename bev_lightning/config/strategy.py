@@ -27,8 +27,6 @@ def check_strategy(cfg: DictConfig) -> None:
     Raises:
         InputError: one sentence that names the key, the value and the fix.
     """
-    if get_value(cfg, "trainer") is None:
-        return
     name = name_strategy(cfg)
     nodes, devices = get_value(cfg, "hardware.nodes"), get_value(cfg, "hardware.devices")
     if name == "single" and ((isinstance(devices, int) and devices > 1) or (nodes or 1) > 1):
@@ -114,11 +112,8 @@ def _check_deepspeed(cfg: DictConfig) -> None:
             "strategy=deepspeed runs on CUDA devices alone; use strategy=fsdp or ddp with "
             "hardware=cpu"
         )
-    stage, offloads = (
-        get_value(cfg, "strategy.stage"),
-        get_value(cfg, "strategy.offload_parameters"),
-    )
-    if offloads and stage != 3:
+    stage = get_value(cfg, "strategy.stage")
+    if get_value(cfg, "strategy.offload_parameters") and stage != 3:
         raise InputError(
             f"strategy.offload_parameters=true needs ZeRO stage 3 and strategy.stage={stage}; set "
             "strategy.stage=3, or strategy.offload_parameters=false"
@@ -127,20 +122,8 @@ def _check_deepspeed(cfg: DictConfig) -> None:
 
 def _check_mesh(cfg: DictConfig, name: str) -> None:
     mesh = {key: get_value(cfg, f"strategy.{key}") for key in ("data", "pipeline", "model")}
-    counts = {**mesh, "micro_batches": get_value(cfg, "strategy.micro_batches")}
-    for key, value in counts.items():
-        auto = key == "data" and value == "auto"
-        if not auto and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InputError(
-                f"strategy.{key}={value} must be a whole number of at least 1; change "
-                f"strategy.{key}"
-            )
-    schedule, micro, stages = (
-        get_value(cfg, "strategy.schedule"),
-        counts["micro_batches"],
-        mesh["pipeline"],
-    )
-    if schedule == "1f1b" and micro < stages:
+    micro, stages = get_value(cfg, "strategy.micro_batches"), mesh["pipeline"]
+    if get_value(cfg, "strategy.schedule") == "1f1b" and micro < stages:
         raise InputError(
             f"strategy.schedule=1f1b needs at least one micro-batch a stage and strategy."
             f"micro_batches={micro} is less than strategy.pipeline={stages}; set "
@@ -160,10 +143,8 @@ def _check_mesh(cfg: DictConfig, name: str) -> None:
     nodes, devices = get_value(cfg, "hardware.nodes"), get_value(cfg, "hardware.devices")
     if not isinstance(devices, int):
         return
-    size = mesh["pipeline"] * mesh["model"]
-    num = nodes * devices
-    wrong = num % size if mesh["data"] == "auto" else num != size * mesh["data"]
-    if wrong:
+    size, num = mesh["pipeline"] * mesh["model"], nodes * devices
+    if num % size if mesh["data"] == "auto" else num != size * mesh["data"]:
         product = " x ".join(f"strategy.{key}={value}" for key, value in mesh.items())
         raise InputError(
             f"strategy={name}: {product} do not make up that mesh of {num} "

@@ -40,22 +40,14 @@ def check_config(cfg: DictConfig) -> None:
     Raises:
         InputError: one sentence that names the key, the value and the fix.
     """
+    checks = [_check_former_keys, _check_values]
+    if get_value(cfg, "trainer") is not None:
+        checks += [_check_hardware, _check_precision, check_strategy]
+    if get_value(cfg, "verb") == "train":
+        checks += [_check_length, _check_rate, _check_auto_batch]
+    checks += [_check_data, _check_checkpoints, _check_verb, _check_execution]
     try:
-        for check in (
-            _check_former_keys,
-            _check_values,
-            _check_hardware,
-            _check_precision,
-            check_strategy,
-            _check_length,
-            _check_rate,
-            _check_auto_batch,
-            _check_data,
-            _check_checkpoints,
-            _check_conversion,
-            _check_bench,
-            _check_execution,
-        ):
+        for check in checks:
             check(cfg)
     except OmegaConfBaseException as error:
         raise InputError(
@@ -95,20 +87,15 @@ def _check_former_keys(cfg: DictConfig) -> None:
 
 
 def _check_values(cfg: DictConfig) -> None:
-    for key in NUMBERS:
+    for key in (*NUMBERS, *CHOICES):
         if (value := OmegaConf.select(cfg, key, default="absent")) != "absent":
-            check_number(key, value)
-    for key in CHOICES:
-        if (value := OmegaConf.select(cfg, key, default="absent")) != "absent":
-            check_choice(key, value)
+            (check_number if key in NUMBERS else check_choice)(key, value)
     seed = get_value(cfg, "seed")
     if isinstance(seed, int) and seed >= 2**32:
         raise InputError(f"seed={seed} must be below 2^32 = {2**32}; change seed")
 
 
 def _check_hardware(cfg: DictConfig) -> None:
-    if get_value(cfg, "trainer") is None:
-        return
     nodes, devices = get_value(cfg, "hardware.nodes"), get_value(cfg, "hardware.devices")
     own = get_value(cfg, "trainer.num_nodes"), get_value(cfg, "trainer.devices")
     if own != (nodes, devices):
@@ -120,8 +107,6 @@ def _check_hardware(cfg: DictConfig) -> None:
 
 
 def _check_precision(cfg: DictConfig) -> None:
-    if get_value(cfg, "trainer") is None:
-        return
     precision = get_value(cfg, "trainer.precision")
     if precision not in _PRECISIONS:
         raise InputError(
@@ -155,8 +140,6 @@ def _check_precision(cfg: DictConfig) -> None:
 
 
 def _check_length(cfg: DictConfig) -> None:
-    if get_value(cfg, "verb") != "train":
-        return
     steps, epochs = get_value(cfg, "trainer.max_steps"), get_value(cfg, "trainer.max_epochs")
     if steps <= 0 and (epochs is None or epochs <= 0):
         raise InputError(
@@ -172,13 +155,11 @@ def _check_length(cfg: DictConfig) -> None:
 
 def _check_rate(cfg: DictConfig) -> None:
     """The learning rate and the batch that it is tuned for."""
-    if get_value(cfg, "verb") != "train":
-        return
     lr = get_value(cfg, "optim.lr")
     if not _is_number(lr) or not 0 < lr < math.inf:
         raise InputError(f"optim.lr={lr} must be a positive number; set optim.lr, for example 1e-3")
     rule, base = get_value(cfg, "optim.scale_lr"), get_value(cfg, "optim.base_batch")
-    if rule is not None and (isinstance(base, bool) or not isinstance(base, int) or base < 1):
+    if rule is not None and not (isinstance(base, int) and base is not True and base >= 1):
         raise InputError(
             f"optim.scale_lr={rule} needs optim.base_batch={base} to be a whole number of at least "
             "1; set it to the samples per optimizer step that optim.lr is tuned for"
@@ -186,7 +167,7 @@ def _check_rate(cfg: DictConfig) -> None:
 
 
 def _check_auto_batch(cfg: DictConfig) -> None:
-    if not get_value(cfg, "auto_batch") or get_value(cfg, "verb") != "train":
+    if not get_value(cfg, "auto_batch"):
         return
     if get_value(cfg, "resume") is not None:
         raise InputError(
@@ -204,7 +185,6 @@ def _check_auto_batch(cfg: DictConfig) -> None:
 def _check_data(cfg: DictConfig) -> None:
     if get_value(cfg, "data") is None:
         return
-    check_choice("data.on_missing", get_value(cfg, "data.on_missing"))
     check_classes(
         list(get_value(cfg, "data.classes") or []), get_value(cfg, "data.class_of_category")
     )
@@ -295,21 +275,13 @@ def _check_checkpoints(cfg: DictConfig) -> None:
         )
 
 
-def _check_conversion(cfg: DictConfig) -> None:
-    if get_value(cfg, "verb") != "convert":
-        return
-    if get_value(cfg, "source") is None:
+def _check_verb(cfg: DictConfig) -> None:
+    verb = get_value(cfg, "verb")
+    if verb == "convert" and get_value(cfg, "source") is None:
         raise InputError(
             "convert needs a file of weights; give source=FILE and the model= it belongs to"
         )
-    check_choice("to", get_value(cfg, "to"), ("ours", "official"))
-    formats = ("auto", "mit", "mmdetection3d", "bevformer")
-    check_choice("names", get_value(cfg, "names"), formats)
-    check_choice("strict", get_value(cfg, "strict"), (True, False))
-
-
-def _check_bench(cfg: DictConfig) -> None:
-    if get_value(cfg, "verb") == "bench" and get_value(cfg, "bench") is None:
+    if verb == "bench" and get_value(cfg, "bench") is None:
         known = sorted(path.stem for path in (config_dir() / "bench").glob("*.yaml"))
         raise InputError(f"bench needs a choice; give bench={' or '.join(known)}")
 
@@ -347,20 +319,19 @@ def _check_cards(cfg: DictConfig, machine: Machine) -> None:
     verb = get_value(cfg, "verb")
     fix = f"use hardware=auto{auto}, or python -m bev_lightning.{verb} ... hardware=cpu{one}"
     if machine.num_cuda_devices < devices:
-        plural = "" if devices == 1 else "s"
         raise InputError(
-            f"{name} needs {devices} CUDA device{plural}, this machine has "
+            f"{name} needs {devices} CUDA device{'s' * (devices > 1)}, this machine has "
             f"{machine.num_cuda_devices}; {fix}"
         )
     capability = get_value(cfg, "hardware.capability")
-    if isinstance(capability, (int, float)) and (machine.capability or 0) < capability:
+    if _is_number(capability) and (machine.capability or 0) < capability:
         raise InputError(
             f"{name} needs compute capability {capability}, the {machine.card} here has "
             f"{machine.capability}; {fix}"
         )
     memory = get_value(cfg, "hardware.memory_gib")
     # Cards report a little less than their nominal memory.
-    if isinstance(memory, (int, float)) and (machine.memory_gib or 0) < 0.9 * memory:
+    if _is_number(memory) and (machine.memory_gib or 0) < 0.9 * memory:
         raise InputError(
             f"{name} needs cards of {memory:g} GiB, the {machine.card} here has "
             f"{machine.memory_gib:.0f} GiB; {fix}"

@@ -99,23 +99,9 @@ class Run:
     @cached_property
     def module(self) -> "DetectionModule":
         """The LightningModule on :attr:`device`, with the checkpoint's weights if there is one."""
-        from bev_lightning.runtime.build import (
-            build_module,
-            load_backbones,
-            load_matching_weights,
-            load_weights,
-            prepare_execution,
-        )
+        from bev_lightning.runtime.build import build_loaded_module
 
-        module = build_module(self.cfg)
-        if self.cfg.get("ckpt") is not None:
-            load_weights(module, self.cfg.ckpt)
-        else:
-            load_backbones(module)
-            if self.cfg.init_from is not None:
-                load_matching_weights(module, self.cfg.init_from)
-        prepare_execution(module, self.cfg)
-        return module.to(self.device)
+        return build_loaded_module(self.cfg).to(self.device)
 
     @cached_property
     def device(self) -> "torch.device":

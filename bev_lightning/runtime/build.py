@@ -8,41 +8,49 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning as L
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
 
+from bev_lightning.callbacks.checkpoint import AtomicCheckpointIO
+from bev_lightning.callbacks.final_validation import FinalValidation
+from bev_lightning.checkpointing.key_map import Fit, Translation, fit
+from bev_lightning.checkpointing.pretrained import load_backbone
+from bev_lightning.checkpointing.weights import read_state
 from bev_lightning.config.resolve import plan_batch
+from bev_lightning.data.datamodule import DetectionDataModule
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.cluster import find_launcher, is_rank_zero
+from bev_lightning.hardware.compilation import compile_network
 from bev_lightning.hardware.machine import choose_num_threads, detect_machine
+from bev_lightning.hardware.precision import Float8, Float16, set_tf32
+from bev_lightning.metrics.nuscenes import NuScenesEvaluator
+from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.private_apis import config_key
 from bev_lightning.runtime.quiet import ignore_library_warnings
 
-if TYPE_CHECKING:
-    import lightning as L
 
-    from bev_lightning.data.datamodule import DetectionDataModule
-    from bev_lightning.metrics.nuscenes import NuScenesEvaluator
-    from bev_lightning.modules.detection import DetectionModule
-
-
-def build_data(cfg: DictConfig) -> "DetectionDataModule":
+def build_data(cfg: DictConfig) -> DetectionDataModule:
     """The data module; reads nothing yet."""
     data: DetectionDataModule = _instantiate(cfg.data)
     return data
 
 
-def build_module(cfg: DictConfig) -> "DetectionModule":
+def build_module(cfg: DictConfig) -> DetectionModule:
     """The module with fresh weights, which depend on ``seed`` alone.
 
     Its checkpoints store the configuration and the overrides of the run.
     """
-    from lightning import seed_everything
-
-    seed_everything(cfg.seed, verbose=False)
+    L.seed_everything(cfg.seed, verbose=False)
     module: DetectionModule = _instantiate(cfg.model)
     if module.optim is not None:
         optim = module.optim
@@ -59,12 +67,8 @@ def build_module(cfg: DictConfig) -> "DetectionModule":
     return module
 
 
-def prepare_execution(module: "DetectionModule", cfg: DictConfig) -> None:
+def prepare_execution(module: DetectionModule, cfg: DictConfig) -> None:
     """Set the memory layout of the weights and compile, as configured; names and values stay."""
-    import torch
-
-    from bev_lightning.hardware.compilation import compile_network
-
     if cfg.channels_last:
         # Convolutions return the layout of their weights, so that all feature maps follow.
         module.network.to(memory_format=torch.channels_last)
@@ -72,27 +76,18 @@ def prepare_execution(module: "DetectionModule", cfg: DictConfig) -> None:
         compile_network(module.network, cfg.compile)
 
 
-def build_evaluator(cfg: DictConfig) -> "NuScenesEvaluator":
+def build_evaluator(cfg: DictConfig) -> NuScenesEvaluator:
     """The metric alone, without a module."""
     evaluator: NuScenesEvaluator = _instantiate(cfg.model.evaluator)
     return evaluator
 
 
-def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
+def build_trainer(cfg: DictConfig, **changes: Any) -> L.Trainer:
     """Lightning's trainer with the callbacks and loggers of the configuration.
 
     Args:
         changes: Trainer arguments that take precedence over the configuration.
     """
-    import lightning as L
-    import torch
-    from lightning.pytorch.callbacks import ProgressBar
-    from lightning.pytorch.plugins.environments import SLURMEnvironment
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-    from bev_lightning.callbacks.checkpoint import AtomicCheckpointIO
-    from bev_lightning.callbacks.final_validation import FinalValidation
-
     ignore_library_warnings()
     arguments = _instantiate(cfg.trainer)
     if arguments["accelerator"] == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -131,26 +126,20 @@ def build_trainer(cfg: DictConfig, **changes: Any) -> "L.Trainer":
 
 def _set_precision(options: DictConfig, arguments: dict[str, Any]) -> None:
     """Replace a precision that Lightning lacks, or lacks on this device, by a plugin."""
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-
-    from bev_lightning.hardware.precision import Float8, Float16, set_tf32
-
     set_tf32(options.tf32)
     name = arguments["precision"]
     device = "cuda" if arguments["accelerator"] == "gpu" else "cpu"
     # DeepSpeed has its own loss scale.
-    own = isinstance(arguments["strategy"], DeepSpeedStrategy)
-    if name == "fp8" or (name == "16-mixed" and not own):
-        del arguments["precision"]
-        plugin = (
-            Float16(device, options.loss_scale)
-            if name == "16-mixed"
-            else Float8(device, options.recipe, options.emulate)
-        )
-        arguments["plugins"] = [plugin]
+    if name == "16-mixed" and not isinstance(arguments["strategy"], DeepSpeedStrategy):
+        arguments["plugins"] = [Float16(device, options.loss_scale)]
+    elif name == "fp8":
+        arguments["plugins"] = [Float8(device, options.recipe, options.emulate)]
+    else:
+        return
+    del arguments["precision"]
 
 
-def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
+def load_weights(module: DetectionModule, checkpoint: str | Path) -> None:
     """Load the weights of a checkpoint, or of a file that ``convert`` wrote, of the same model.
 
     Warns if the module reads another number of sweeps than the weights were trained with.
@@ -159,8 +148,6 @@ def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
         InputError: the file is no checkpoint, or its weights are of another model; names what
             differs.
     """
-    from bev_lightning.checkpointing.weights import read_state
-
     stored = read_state(checkpoint)
     _refuse_other_model(
         module, stored, checkpoint, "give the model= and the overrides it was trained with"
@@ -169,20 +156,16 @@ def load_weights(module: "DetectionModule", checkpoint: str | Path) -> None:
     _warn_of_other_sweeps(module, checkpoint)
 
 
-def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
+def check_resume(module: DetectionModule, checkpoint: str | Path) -> None:
     """Check that a training of the module can resume from a checkpoint.
 
     Raises:
         InputError: the file is no checkpoint of a run, or of a run of another model; names what
             differs.
     """
-    from bev_lightning.checkpointing.weights import read_state
-
     stored = read_state(checkpoint)
     fix = f"use init_from={checkpoint} to start a new training from the weights that fit"
-    content = {}
-    if Path(checkpoint).suffix != ".safetensors":
-        content = _open(checkpoint)
+    content = {} if Path(checkpoint).suffix == ".safetensors" else _open(checkpoint)
     lacks = [name for name in ("optimizer_states", "lr_schedulers", "loops") if name not in content]
     if lacks:
         raise InputError(
@@ -193,26 +176,23 @@ def check_resume(module: "DetectionModule", checkpoint: str | Path) -> None:
 
 
 def _refuse_other_model(
-    module: "DetectionModule", stored: Mapping[str, Any], name: str | Path, fix: str
+    module: DetectionModule, stored: Mapping[str, Any], name: str | Path, fix: str
 ) -> None:
-    own = module.state_dict()
-    missing = [key for key in own if key not in stored]
-    unexpected = [key for key in stored if key not in own]
-    reshaped = [
-        f"{key} {tuple(stored[key].shape)} for {tuple(value.shape)}"
-        for key, value in own.items()
-        if key in stored and stored[key].shape != value.shape
-    ]
-    if missing or unexpected or reshaped:
+    found = _compare(module, stored)
+    if not found.is_whole:
         raise InputError(
-            f"{name} holds the weights of another model: {_list('missing', missing)}, "
-            f"{_list('unexpected', unexpected)}, {_list('of another shape', reshaped)}; {fix}"
+            f"{name} holds the weights of another model: {_list('missing', found.missing)}, "
+            f"{_list('unexpected', found.unexpected)}, "
+            f"{_list('of another shape', found.reshaped)}; {fix}"
         )
 
 
-def load_matching_weights(
-    module: "DetectionModule", checkpoint: str | Path
-) -> dict[str, list[str]]:
+def _compare(module: DetectionModule, stored: Mapping[str, Any]) -> Fit:
+    same_names = {name: name for name in stored}
+    return fit(Translation(dict(stored), same_names, []), module.state_dict(), {})
+
+
+def load_matching_weights(module: DetectionModule, checkpoint: str | Path) -> dict[str, list[str]]:
     """Load the weights that match in name and shape and leave the rest fresh.
 
     For example to train other classes.
@@ -220,31 +200,22 @@ def load_matching_weights(
     Returns:
         names ``loaded``, ``reshaped`` and ``missing`` (left fresh), ``unexpected`` (not used).
     """
-    from bev_lightning.checkpointing.weights import read_state
-
-    stored, own = read_state(checkpoint), module.state_dict()
-    fits = {
-        name: value
-        for name, value in stored.items()
-        if name in own and own[name].shape == value.shape
-    }
-    if not fits:
+    found = _compare(module, read_state(checkpoint))
+    if not found.state:
         raise InputError(
             f"{checkpoint} holds no weight of this model; give a checkpoint of the same model="
         )
-    module.load_state_dict(fits, strict=False)
+    module.load_state_dict(found.state, strict=False)
     return {
-        "loaded": list(fits),
-        "reshaped": [name for name in own if name in stored and name not in fits],
-        "missing": [name for name in own if name not in stored],
-        "unexpected": [name for name in stored if name not in own],
+        "loaded": list(found.state),
+        "reshaped": [entry.partition(" ")[0] for entry in found.reshaped],
+        "missing": found.missing,
+        "unexpected": found.unexpected,
     }
 
 
 def read_trained_inputs(checkpoint: str | Path) -> dict[str, Any]:
     """``model.inputs`` that a file's weights were trained with; empty if it does not store them."""
-    from safetensors import safe_open
-
     if Path(checkpoint).suffix == ".safetensors":
         with safe_open(checkpoint, "pt") as file:
             stored: str | None = (file.metadata() or {}).get("inputs")
@@ -264,17 +235,13 @@ def read_steps(checkpoint: str | Path) -> int | None:
 
 def _open(checkpoint: str | Path) -> dict[str, Any]:
     """Content of a file that torch wrote; its tensors stay on the disk if possible."""
-    import torch
-
     content: dict[str, Any] = torch.load(
         checkpoint, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(checkpoint)
     )
     return content
 
 
-def _warn_of_other_sweeps(module: "DetectionModule", checkpoint: str | Path) -> None:
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
+def _warn_of_other_sweeps(module: DetectionModule, checkpoint: str | Path) -> None:
     trained = read_trained_inputs(checkpoint)
     for name in ("lidar", "radar"):
         sensor, stored = getattr(module.inputs, name), trained.get(name) or {}
@@ -286,29 +253,27 @@ def _warn_of_other_sweeps(module: "DetectionModule", checkpoint: str | Path) -> 
             )
 
 
-def load_initial_weights(module: "DetectionModule", cfg: DictConfig) -> None:
-    """Load published backbones and ``init_from``; for a ``resume``, only check its checkpoint.
+def build_loaded_module(cfg: DictConfig) -> DetectionModule:
+    """The module ready to run: with its weights, in its memory layout, compiled as configured.
+
+    The weights are those of ``ckpt``, else fresh with published backbones and ``init_from``. Of a
+    ``resume`` the checkpoint is only checked.
 
     Raises:
         InputError: a file does not fit the model; names what differs.
     """
-    if cfg.resume is not None:
+    module = build_module(cfg)
+    if cfg.get("ckpt") is not None:
+        load_weights(module, cfg.ckpt)
+    elif cfg.resume is not None:
         check_resume(module, cfg.resume)
     else:
-        load_backbones(module)
-    if cfg.init_from is not None:
-        names = load_matching_weights(module, cfg.init_from)
-        if is_rank_zero():
-            print(f"{cfg.init_from}: {len(names['loaded'])} weights loaded")
-            for kind in ("reshaped", "missing", "unexpected"):
-                if names[kind]:
-                    print(f"  {kind}: {', '.join(names[kind])}")
+        _load_initial_weights(module, cfg)
+    prepare_execution(module, cfg)
+    return module
 
 
-def load_backbones(module: "DetectionModule") -> None:
-    """Load published weights into the image backbones with ``pretrained=``."""
-    from bev_lightning.checkpointing.pretrained import load_backbone
-
+def _load_initial_weights(module: DetectionModule, cfg: DictConfig) -> None:
     for name, part in module.named_modules():
         source = getattr(part, "pretrained", None)
         if source is not None:
@@ -316,6 +281,13 @@ def load_backbones(module: "DetectionModule") -> None:
             left = f"; left fresh: {', '.join(fresh)}" if fresh else ""
             if is_rank_zero():
                 print(f"{name}: weights of {source}{left}")
+    if cfg.init_from is not None:
+        names = load_matching_weights(module, cfg.init_from)
+        if is_rank_zero():
+            print(f"{cfg.init_from}: {len(names['loaded'])} weights loaded")
+            for kind in ("reshaped", "missing", "unexpected"):
+                if names[kind]:
+                    print(f"  {kind}: {', '.join(names[kind])}")
 
 
 def _instantiate(node: DictConfig) -> Any:
@@ -328,14 +300,10 @@ def _instantiate(node: DictConfig) -> Any:
         if isinstance(cause, InputError):
             raise cause from None
         if isinstance(cause, (TypeError, ValueError)):
-            key = ".".join(filter(None, [config_key(node), _full_key(error)]))
+            inner = re.search(r"full_key: (\S+)", str(error))
+            key = ".".join(filter(None, [config_key(node), inner and inner[1]]))
             raise InputError(f"the values under {key} do not fit: {cause}") from error
         raise
-
-
-def _full_key(error: InstantiationException) -> str:
-    found = re.search(r"full_key: (\S+)", str(error))
-    return found[1] if found else ""
 
 
 def _list(what: str, names: list[str]) -> str:

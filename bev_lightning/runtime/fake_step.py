@@ -29,25 +29,15 @@ _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp8": torch
 
 @dataclass(frozen=True)
 class Case:
-    """What a step is measured with.
+    """What a step is measured with."""
 
-    Attributes:
-        batch_size: samples of a micro-step.
-        precision: Lightning's name of it.
-        checkpointing: recompute activations wherever the model can.
-    """
-
-    batch_size: int
-    precision: str
-    checkpointing: bool = False
+    batch_size: int  # samples of a micro-step
+    precision: str  # Lightning's name of it
+    checkpointing: bool = False  # recompute activations wherever the model can
 
 
 def measure_cases(cfg: DictConfig, cases: Iterable[Case]) -> list[Peak]:
-    """Peak memory of an optimizer step of one process that holds the whole model.
-
-    Args:
-        cfg: resolved.
-    """
+    """Peak memory of an optimizer step of one process that holds the whole model."""
     with FakeTensorMode(), StatedCounts():
         module = build_module(cfg).train()
         for part in module.modules():
@@ -77,18 +67,15 @@ def _measure(module: DetectionModule, case: Case) -> Peak:
         # Norms in float32, as autocast has them on CUDA and not on a CPU.
         norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
         hooks = [n.register_forward_pre_hook(lambda _, given: (given[0].float(),)) for n in norms]
-    flags = {
-        part: part.gradient_checkpointing
-        for part in module.modules()
-        if hasattr(part, "gradient_checkpointing")
-    }
-    for part, flag in flags.items():
-        setattr(part, "gradient_checkpointing", flag or case.checkpointing)  # noqa: B010
+    parts: list[Any] = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
+    flags = [part.gradient_checkpointing for part in parts]
+    for part in parts:
+        part.gradient_checkpointing |= case.checkpointing
     try:
         return measure_step(module, make_optimizer, tensors_of(batch), loss)
     finally:
-        for part, flag in flags.items():
-            setattr(part, "gradient_checkpointing", flag)  # noqa: B010
+        for part, flag in zip(parts, flags, strict=True):
+            part.gradient_checkpointing = flag
         for hook in hooks:
             hook.remove()
 

@@ -1,11 +1,12 @@
 """Forecasts batch, learning rate and peak memory of a training before it starts."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from bev_lightning.config.resolve import plan_batch
+from bev_lightning.config.resolve import plan_batch, scale_lr
 from bev_lightning.config.strategy import name_strategy
 from bev_lightning.hardware.batch_plan import BatchPlan
 from bev_lightning.hardware.machine import detect_machine
@@ -59,9 +60,8 @@ class Plan:
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps."""
-        if self.num_samples is None:
-            return None
-        return -(-self.num_samples // self.batch.effective_batch)
+        num = self.num_samples
+        return None if num is None else math.ceil(num / self.batch.effective_batch)
 
     @property
     def verdict(self) -> str:
@@ -97,11 +97,11 @@ class Plan:
     def to_line(self) -> str:
         """The memory in one line, which ``train`` prints on a GPU before it starts."""
         memory = "" if self.memory_gib is None else f" of {self.memory_gib:.1f} GiB"
-        more = (
-            "" if self.verdict == "fits" else "; python -m bev_lightning.plan shows what takes less"
-        )
         peak = self.total_mib / _MIB_PER_GIB
-        return f"peak memory of a process: {peak:.2f} GiB{memory}, {self.verdict}{more}"
+        line = f"peak memory of a process: {peak:.2f} GiB{memory}, {self.verdict}"
+        if self.verdict == "fits":
+            return line
+        return line + "; python -m bev_lightning.plan shows what takes less"
 
     def to_text(self) -> str:
         """The plan as a table."""
@@ -140,7 +140,7 @@ def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
         cfg: resolved, of any verb that composes a training.
         compare: also forecast other batch sizes and remedies, which takes seconds each.
     """
-    batch, optim = plan_batch(cfg), cfg.optim
+    batch = plan_batch(cfg)
     precision = str(cfg.trainer.precision)
     size = batch.batch_size
     cases = {"now": Case(size, precision)}
@@ -154,7 +154,8 @@ def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
     peaks = dict(zip(cases, measure_cases(cfg, cases.values()), strict=True))
     strategy = name_strategy(cfg)
     whole, larger = peaks.pop("now"), peaks.pop("larger", None)
-    buckets = _trained_mib(whole) if strategy == "ddp" and batch.num_processes > 1 else 0.0
+    # DDP copies the gradients of all trained parameters; AdamW stores two numbers for each.
+    buckets = whole.optimizer / 2 if strategy == "ddp" and batch.num_processes > 1 else 0.0
     own = _share(whole, strategy, batch.num_processes)
     memory = _memory_gib(cfg)
     remedies = {
@@ -170,7 +171,7 @@ def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
         largest = max(0, size + int(room // each))
     return Plan(
         batch,
-        batch.scale_lr(float(optim.lr), optim.get("scale_lr"), optim.get("base_batch")),
+        scale_lr(cfg),
         _num_samples(cfg),
         _layout(strategy, batch.num_processes),
         precision,
@@ -185,31 +186,20 @@ def make_plan(cfg: DictConfig, compare: bool = True) -> Plan:
 
 def _share(peak: Peak, strategy: str, num_processes: int) -> Peak:
     """Peak of one process, with its share of weights, gradients and optimizer state."""
-    share = num_processes if strategy == "fsdp" else 1
-    return Peak(
-        peak.parameters / share,
-        peak.gradients / share,
-        peak.optimizer / share,
-        peak.activations,
-        peak.temporaries,
-    )
-
-
-def _trained_mib(peak: Peak) -> float:
-    """Gradients of all trained parameters; AdamW stores two numbers for each of them."""
-    return peak.optimizer / 2
+    if strategy != "fsdp":
+        return peak
+    shares = {k: getattr(peak, k) / num_processes for k in ("parameters", "gradients", "optimizer")}
+    return replace(peak, **shares)
 
 
 def _layout(strategy: str, num_processes: int) -> str:
     if strategy == "single":
         return "one process runs the whole model"
+    each = f"each of {num_processes} processes runs the whole model on its own samples"
     if strategy == "ddp":
-        return f"each of {num_processes} processes runs the whole model on its own samples"
+        return each
     if strategy == "fsdp":
-        return (
-            f"each of {num_processes} processes runs the whole model on its own samples and keeps "
-            f"1/{num_processes} of weights, gradients and optimizer state"
-        )
+        return f"{each} and keeps 1/{num_processes} of weights, gradients and optimizer state"
     return f"strategy={strategy}: the memory below is that of a process with the whole model"
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 # Beginnings of messages (regular expressions).
 _IGNORED = (
@@ -31,11 +32,7 @@ _format_others = warnings.formatwarning
 
 
 def _format(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    line: str | None = None,
+    message: Warning | str, category: Any, filename: str, lineno: int, line: str | None = None
 ) -> str:
     if filename.startswith(_PACKAGE):
         return f"warning: {message}\n"

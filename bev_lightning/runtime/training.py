@@ -100,14 +100,8 @@ def summarize(trainer: L.Trainer | None, module: Any, status: str) -> dict[str, 
 
 
 def report_stop(cfg: DictConfig, trainer: L.Trainer | None, number: int) -> int:
-    """After a stop signal: print how to resume, write stopped.json, requeue a SLURM job.
-
-    Args:
-        number: of the signal.
-
-    Returns:
-        the exit code.
-    """
+    """After a stop signal: print how to resume, write stopped.json, requeue a SLURM job; the exit
+    code."""
     name = signal.Signals(number).name
     if not is_rank_zero():
         # Lightning ends the first process with a child process that fails.

@@ -309,7 +309,7 @@ def test_auto_loader(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["loader=zero_copy", "loader.full_decode=1"], "loader.full_decode=1 is unknown; use"),
         (["data.cache=tape"], "data.cache=tape is unknown; use data.cache=none, ram or disk"),
-        (["data.cache=ram", "loader=dali"], "data.cache=ram keeps images .* use loader=zero_copy"),
+        (["data.cache=ram", "loader=dali"], "data.cache=ram stores images .* use loader=zero_copy"),
         (["data.cache_gib=-1"], "data.cache_gib=-1 must be a number of at least 0"),
         (["loader=dali_prefetch", "loader.image_queue=0"], "loader.image_queue=0 must be"),
     ],
