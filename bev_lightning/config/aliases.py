@@ -105,12 +105,9 @@ def rename_target(path: str) -> str:
 
 def rename_key(key: str) -> str:
     """The present name of a config key or group: ``data.paste.min_points`` -> ..."""
-    renamed = True
-    while renamed:
-        renamed = False
-        for old, new in KEYS.items():
-            if key == old or key.startswith((f"{old}.", f"{old}@")):
-                key, renamed = new + key[len(old) :], True
+    for old, new in KEYS.items():
+        if key == old or key.startswith((f"{old}.", f"{old}@")):
+            return rename_key(new + key[len(old) :])
     return key
 
 

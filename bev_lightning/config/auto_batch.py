@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bev_lightning.errors import InputError
@@ -42,14 +42,9 @@ def find_batch(
         print(f"auto_batch: data.batch_size={trial.batch_size} takes {measured}", flush=True)
         if fits:
             print(f"auto_batch: {trial}", flush=True)
-            return replace_values(
-                overrides,
-                {
-                    "auto_batch": "false",
-                    "data.batch_size": str(trial.batch_size),
-                    "trainer.accumulate_grad_batches": str(trial.accumulation),
-                },
-            )
+            values = {"data.batch_size": trial.batch_size}
+            values["trainer.accumulate_grad_batches"] = trial.accumulation
+            return replace_values(overrides, {"auto_batch": "false", **values})
     raise InputError(
         "auto_batch=true finds that not even data.batch_size=1 fits into the memory; set "
         "gradient_checkpointing=true on the model's backbone or encoder, then use precision=bf16"
@@ -59,13 +54,8 @@ def find_batch(
 def try_batch(overrides: Sequence[str], plan: BatchPlan) -> float | None:
     """Peak memory of two steps in a fresh process [MiB]; None where it ran out."""
     with tempfile.TemporaryDirectory(prefix="auto_batch_") as folder:
-        values = {**_TRIAL, "data.batch_size": str(plan.batch_size), "hydra.run.dir": folder}
-        command = [
-            sys.executable,
-            "-m",
-            "bev_lightning.train",
-            *replace_values(overrides, values),
-        ]
+        values = {**_TRIAL, "data.batch_size": plan.batch_size, "hydra.run.dir": folder}
+        command = [sys.executable, "-m", "bev_lightning.train", *replace_values(overrides, values)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         try:
             score = json.loads((Path(folder) / "score.json").read_text())
@@ -82,7 +72,7 @@ def try_batch(overrides: Sequence[str], plan: BatchPlan) -> float | None:
     return float(score["peak_mib"])
 
 
-def replace_values(overrides: Sequence[str], values: dict[str, str]) -> list[str]:
+def replace_values(overrides: Sequence[str], values: Mapping[str, object]) -> list[str]:
     """The overrides with new values for some keys."""
     kept = [one for one in overrides if one.partition("=")[0].lstrip("+") not in values]
     return [*kept, *(f"{key}={value}" for key, value in values.items())]

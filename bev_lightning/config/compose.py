@@ -4,7 +4,8 @@ import difflib
 import json
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,7 @@ def compose_job(verb: str, overrides: Sequence[str], extra_dir: str | None = Non
     ckpt = resume or OmegaConf.select(cfg, "ckpt") or OmegaConf.select(cfg, "source")
     if ckpt and Path(str(ckpt)).is_file():
         stored = read_overrides(Path(str(ckpt)))
-        kept = merge_overrides(stored, overrides, resumes=bool(resume))
-        kept = kept[: len(kept) - len(overrides)]
+        kept = keep_stored(stored, overrides, resumes=bool(resume))
         if not resume and any(key_of(override) == "experiment" for override in kept):
             # An experiment also sets the machine of the training.
             kept += _keep_machine(cfg, overrides)
@@ -159,10 +159,8 @@ def compose_jobs(
     return True, [compose_job(verb, one, extra_dir) for one in split]
 
 
-def merge_overrides(
-    stored: Sequence[str], given: Sequence[str], resumes: bool = False
-) -> list[str]:
-    """A checkpoint's overrides of model and data, then the command line's, which take precedence.
+def keep_stored(stored: Sequence[str], given: Sequence[str], resumes: bool = False) -> list[str]:
+    """A checkpoint's overrides of model and data that the command line does not replace.
 
     Args:
         resumes: keep the overrides of the training too.
@@ -171,14 +169,13 @@ def merge_overrides(
     groups = {key for key in keys if "." not in key}
     keys |= {written for group, written in _MACHINE_GROUPS.items() if group in groups}
     dropped = ONE_RUN_ONLY if resumes else _TRAINING_ONLY
-    kept = [
+    return [
         override
         for override in stored
         if not dropped.match(key_of(override))
         and key_of(override) not in keys
         and key_of(override).partition(".")[0] not in groups
     ]
-    return [*kept, *given]
 
 
 def read_overrides(checkpoint: Path) -> list[str]:
@@ -219,33 +216,20 @@ def _keep_machine(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
     """Overrides for the machine's groups as composed, except those already in ``overrides``."""
     given = {key_of(override) for override in overrides}
     choices = OmegaConf.select(cfg, "hydra.runtime.choices") or {}
-    kept = [
-        f"{group}={choices[group]}"
-        for group in _MACHINE_GROUPS
-        if group in choices and group not in given
-    ]
-    for key in ("hardware.nodes", "hardware.devices"):
-        value = OmegaConf.select(cfg, key)
-        if value is not None and key not in given:
-            kept.append(f"{key}={value}")
-    return quote_choices(kept)
+    values = {group: choices.get(group) for group in _MACHINE_GROUPS}
+    values |= {key: get_value(cfg, key) for key in ("hardware.nodes", "hardware.devices")}
+    return quote_choices(
+        [f"{k}={value}" for k, value in values.items() if value is not None and k not in given]
+    )
 
 
-class _hydra:
+@contextmanager
+def _hydra(extra_dir: str | None) -> Iterator[None]:
     """Context in which Hydra composes from conf/."""
-
-    def __init__(self, extra_dir: str | None) -> None:
-        if extra_dir is not None and not Path(extra_dir).is_dir():
-            raise InputError(
-                f"--config-dir {extra_dir} does not exist; give a folder of YAML files"
-            )
-        self._context = initialize_config_dir(str(config_dir()), version_base=VERSION_BASE)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._context.__exit__(*error)
+    if extra_dir is not None and not Path(extra_dir).is_dir():
+        raise InputError(f"--config-dir {extra_dir} does not exist; give a folder of YAML files")
+    with initialize_config_dir(str(config_dir()), version_base=VERSION_BASE):
+        yield
 
 
 def _compose(verb: str, overrides: list[str], extra_dir: str | None) -> DictConfig:
@@ -289,59 +273,39 @@ def _explain(error: Exception, verb: str, overrides: list[str]) -> str:
         if group == "accumulation":
             sentence += "; any other number is trainer.accumulate_grad_batches=N"
         return sentence
-    groups = [group for group in loader.list_groups("") if group != "hydra"]
     unexplained = f"the configuration does not compose: {' '.join(str(error).split())}"
+    groups = [group for group in loader.list_groups("") if group != "hydra"]
+    chosen = [override for override in overrides if key_of(override) in groups]
     try:
-        known = compose(verb, overrides=[one for one in overrides if key_of(one) in groups])
+        known = compose(verb, overrides=chosen, return_hydra_config=True)
     except _HYDRA_ERRORS:
         try:
-            known = compose(verb)
+            known = compose(verb, return_hydra_config=True)
         except _HYDRA_ERRORS:
             return unexplained
-    keys = _flatten(known)
-    taken = [
-        group
-        for group in groups
-        if OmegaConf.select(known, group) is not None or group in _optional(verb)
-    ]
+    names = [*map(str, known.hydra.runtime.choices), *_flatten(known)]
+    names = [name for name in names if not name.startswith("hydra")]
     for override in overrides:
         key = key_of(override)
         # A group within a group, such as data/gt_sampling.
         nested = "/" in key and (config_dir() / key).is_dir()
-        if override.startswith("+") or key.startswith("hydra") or nested:
+        if override.startswith("+") or key.startswith("hydra") or nested or key in names:
             continue
-        if key in taken or key in keys:
-            continue
-        similar = _similar(key, [*taken, *keys])
-        hint = (
-            f"did you mean {' or '.join(similar)}?"
-            if similar
-            else "--cfg job lists the keys there are"
-        )
+        similar = " or ".join(_similar(key, names))
+        hint = f"did you mean {similar}?" if similar else "--cfg job lists the keys there are"
         return f"{override} names no key of {verb}; {hint}"
     return unexplained
 
 
-def _optional(verb: str) -> list[str]:
-    """Groups in the verb's defaults list; choices may be null or write to other nodes."""
-    groups: list[str] = []
-    content = OmegaConf.load(config_dir() / f"{verb}.yaml")
-    for item in content.get("defaults", []) if isinstance(content, DictConfig) else []:
-        if isinstance(item, str):
-            groups += _optional(item) if item != "_self_" else []
-        else:
-            groups += [str(key).rpartition(" ")[2] for key in item]
-    return groups
-
-
 def _flatten(node: Any, prefix: str = "") -> list[str]:
+    """All dotted keys, without those that an interpolation brings."""
     if not isinstance(node, DictConfig):
         return []
     keys = []
     for key in map(str, node):
-        name = f"{prefix}{key}"
-        missing = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)
-        keys += [name] if missing else [name, *_flatten(node[key], name + ".")]
+        keys.append(prefix + key)
+        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            keys += _flatten(node[key], f"{prefix}{key}.")
     return keys
 
 

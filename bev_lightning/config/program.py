@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -62,7 +62,10 @@ def entry(verb: str) -> Callable[[_Main], Callable[[], None]]:
             try:
                 _Program(verb, main).run()
             except InputError as error:
-                _exit(verb, error)
+                sys.stdout.flush()
+                print(f"bev_lightning.{verb}: {error}", file=sys.stderr, flush=True)
+                cluster.exit_distributed(2)
+                sys.exit(2)
             cluster.exit_distributed(0)
 
         return program
@@ -294,10 +297,3 @@ def _agree_on_run_dir(job: Job, launcher: str) -> Path:
         return Path(cluster.read_first_broadcast("run_dir") or run_dir)
     cluster.broadcast_value("run_dir", str(run_dir))
     return run_dir
-
-
-def _exit(verb: str, error: InputError) -> NoReturn:
-    sys.stdout.flush()
-    print(f"bev_lightning.{verb}: {error}", file=sys.stderr, flush=True)
-    cluster.exit_distributed(2)
-    sys.exit(2)

@@ -71,7 +71,7 @@ def find_runs(folder: Path, overrides: Sequence[str]) -> list[Path]:
     return [run for _, run in sorted(found, reverse=True)]
 
 
-def find_checkpoint(folder: Path, damaged: list[Path] | None = None) -> Path | None:
+def find_checkpoint(folder: Path, damaged: list[Path]) -> Path | None:
     """The newest undamaged checkpoint of a folder.
 
     Reads every byte and compares it with the file's check sums: torch would load a file with
@@ -89,8 +89,7 @@ def find_checkpoint(folder: Path, damaged: list[Path] | None = None) -> Path | N
                     return path
         except (OSError, zipfile.BadZipFile):
             pass
-        if damaged is not None:
-            damaged.append(path)
+        damaged.append(path)
     return None
 
 

@@ -22,7 +22,7 @@ def write(run: Path, steps: list[int], started: str = "2026-01-01", overrides: t
 def test_the_newest_whole_file_is_taken(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [2, 10, 100, 101]) / "checkpoints"
     (folder / "step_x.ckpt").write_text("of somebody else")
-    assert find_checkpoint(folder) == folder / "step_000101.ckpt"
+    assert find_checkpoint(folder, []) == folder / "step_000101.ckpt"
     torn, zeroed = folder / "step_000101.ckpt", folder / "step_000100.ckpt"
     torn.write_bytes(torn.read_bytes()[:5000])
     content = bytearray(zeroed.read_bytes())
@@ -32,7 +32,7 @@ def test_the_newest_whole_file_is_taken(tmp_path: Path) -> None:
     damaged: list[Path] = []
     assert find_checkpoint(folder, damaged) == folder / "step_000010.ckpt"
     assert damaged == [torn, zeroed]
-    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path, []) is None
 
 
 def test_the_newest_run_with_the_same_overrides_is_taken(
