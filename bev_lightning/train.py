@@ -22,7 +22,6 @@ def main(cfg: DictConfig) -> float | None:
         print_plan,
         report_interrupt,
         report_stop,
-        was_interrupted,
         write_score,
     )
 
@@ -40,7 +39,8 @@ def main(cfg: DictConfig) -> float | None:
         status = "interrupted"
         raise SystemExit(report_stop(cfg, trainer, stop.number)) from None
     except (KeyboardInterrupt, SystemExit) as end:
-        if not was_interrupted(end, trainer):
+        # Lightning turns KeyboardInterrupt into SystemExit.
+        if isinstance(end, SystemExit) and not (trainer and trainer.interrupted):
             raise
         status = "interrupted"
         raise SystemExit(report_interrupt(trainer)) from None

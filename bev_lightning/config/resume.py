@@ -14,17 +14,11 @@ from bev_lightning.config.compose import ONE_RUN_ONLY, Job, compose_job, key_of
 def find_resume(
     verb: str, job: Job, extra_dir: str | None = None, run_dir: Path | None = None
 ) -> tuple[Job, str]:
-    """The job with a checkpoint for ``resume=auto``, or without ``resume`` if there is none.
+    """The job with a checkpoint for ``resume=auto``, or without ``resume`` if there is none; and a
+    message about what was found.
 
-    Looks in the directory that ``hydra.run.dir`` names. If that is not set, takes the newest run
-    with the same overrides and continues in its directory.
-
-    Args:
-        job: of a single run.
-        run_dir: searched first, unless ``hydra.run.dir`` is set.
-
-    Returns:
-        the job, and a message about what was found.
+    Looks in the directory that ``hydra.run.dir`` names. If that is not set, looks in ``run_dir``,
+    then takes the newest run with the same overrides and continues in its directory.
     """
     # Imports torch, so it stays here: only runs that load a checkpoint anyway come this far.
     from bev_lightning.callbacks.checkpoint import step_of
@@ -47,11 +41,12 @@ def find_resume(
         same_run = [] if given else [f'hydra.run.dir="{run}"']
         # The resumed run has loaded it already.
         overrides = [override for override in overrides if key_of(override) != "init_from"]
-        overrides = [*overrides, *same_run, f'resume="{checkpoint}"']
-        job = compose_job(verb, overrides, extra_dir)
-        return job, f"resume=auto: {found}{_list_damaged(damaged)}"
-    job = compose_job(verb, overrides, extra_dir)
-    return job, f"resume=auto: {nothing}, starting a new training{_list_damaged(damaged)}"
+        overrides += [*same_run, f'resume="{checkpoint}"']
+        break
+    else:
+        found = f"{nothing}, starting a new training"
+    skipped = f"; skipped as damaged: {', '.join(map(str, damaged))}" if damaged else ""
+    return compose_job(verb, overrides, extra_dir), f"resume=auto: {found}{skipped}"
 
 
 def find_runs(folder: Path, overrides: Sequence[str]) -> list[Path]:
@@ -96,7 +91,3 @@ def find_checkpoint(folder: Path, damaged: list[Path]) -> Path | None:
 def _comparable(overrides: Sequence[str]) -> list[str]:
     renamed = rename_overrides(overrides)
     return sorted(override for override in renamed if not ONE_RUN_ONLY.match(key_of(override)))
-
-
-def _list_damaged(damaged: Sequence[Path]) -> str:
-    return f"; skipped as damaged: {', '.join(map(str, damaged))}" if damaged else ""

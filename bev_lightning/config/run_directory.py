@@ -58,14 +58,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_writable(key: str, path: Path) -> None:
-    """Refuse a directory that cannot be created.
-
-    Args:
-        key: config key that names the directory.
-
-    Raises:
-        InputError: its first existing parent is no folder, or is not writable.
-    """
+    """Raise InputError for a directory, named by a config key, that cannot be created."""
     parent = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise InputError(

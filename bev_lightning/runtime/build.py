@@ -193,9 +193,7 @@ def _compare(module: DetectionModule, stored: Mapping[str, Any]) -> Fit:
 
 
 def load_matching_weights(module: DetectionModule, checkpoint: str | Path) -> dict[str, list[str]]:
-    """Load the weights that match in name and shape and leave the rest fresh.
-
-    For example to train other classes.
+    """Load the weights that match in name and shape, for example to train other classes.
 
     Returns:
         names ``loaded``, ``reshaped`` and ``missing`` (left fresh), ``unexpected`` (not used).

@@ -119,11 +119,6 @@ def report_stop(cfg: DictConfig, trainer: L.Trainer | None, number: int) -> int:
     return 128 + number
 
 
-def was_interrupted(error: BaseException, trainer: L.Trainer | None) -> bool:
-    """Whether Ctrl-C ended the training; Lightning turns KeyboardInterrupt into SystemExit."""
-    return isinstance(error, KeyboardInterrupt) or bool(trainer and trainer.interrupted)
-
-
 def report_interrupt(trainer: L.Trainer | None) -> int:
     """After Ctrl-C that did not wait for the optimizer step: print how to resume; the exit code."""
     if is_rank_zero():
