@@ -352,6 +352,19 @@ def test_images_larger_than_a_slot_travel_beside_it(frames: FrameSource) -> None
     assert list(source.pending_clouds.get().metadata.counts.oversized) == [(0, 0, 0)]
 
 
+def test_a_large_image_of_a_replaced_sample_is_forgotten(tmp_path: Path) -> None:
+    frames = make_frames(tmp_path, INPUTS, None, on_missing="skip")
+    large, damaged = (image.path for image in frames.frame(0, 1).images)
+    large.write_bytes(large.read_bytes() + b"\0" * 100_000)
+    damaged.write_bytes(half(damaged.read_bytes()))
+    sampler = TrainSampler(NUM_SAMPLES, 1, shuffle=False)
+    source = EncodedImageSource(frames, sampler, 1, 2, num_workers=0, prefetch=1, ahead=1)
+    images, *_ = source()
+    source.close()
+    expected = [image.path.read_bytes() for image in frames.frame(0, 2).images]
+    assert [image.tobytes() for image in images] == expected
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_threads_give_the_same_batches(frames: FrameSource, num_workers: int) -> None:
     sampler = TrainSampler(NUM_SAMPLES, batch_size=2, seed=3)
