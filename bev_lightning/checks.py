@@ -7,6 +7,11 @@ from typing import Any
 from bev_lightning.errors import InputError
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or a float; a bool is neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Number:
     """Permitted numbers of a key.

@@ -27,7 +27,7 @@ def main(cfg: DictConfig) -> None:
     times = [time.perf_counter()]
     index = data.open_index()
     times.append(time.perf_counter())
-    objects = data.open_ground_truth(index, renew=True) if data.gt_sampling is not None else None
+    objects = data.open_gt_database(index) if data.gt_sampling is not None else None
     times.append(time.perf_counter())
     # A data set of another format has no report.
     nuscenes = index if isinstance(index, Index) else None

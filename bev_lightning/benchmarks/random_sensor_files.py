@@ -20,12 +20,12 @@ class Recordings:
     Attributes:
         root: folder of the files.
         samples: by token.
-        has_lenses: whether images have to be undistorted.
+        has_distorted_images: whether images have to be undistorted.
     """
 
     root: Path
     samples: dict[str, Sample]
-    has_lenses: bool = False
+    has_distorted_images: bool = False
 
     def sample(self, token: str) -> Sample:
         return self.samples[token]

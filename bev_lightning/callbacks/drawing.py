@@ -96,7 +96,7 @@ def draw_lines(image: np.ndarray, lines: np.ndarray, colour: Colour, thickness: 
 _font = lru_cache(ImageFont.load_default)
 
 
-class Lettering:
+class TextLayer:
     """Collects texts and writes them into an image at once."""
 
     def __init__(self) -> None:
@@ -148,11 +148,11 @@ class TopView:
         middle = self.pixels / 2 - 0.5
         return middle + np.asarray(xy, np.float64) @ self.basis.T * self.scale * (1, -1)
 
-    def draw_rings(self, lettering: Lettering, origin: tuple[int, int], step_m: int = 10) -> None:
+    def draw_rings(self, text_layer: TextLayer, origin: tuple[int, int], step_m: int = 10) -> None:
         """Circles every ``step_m`` metres, the car, and both axes in metres.
 
         Args:
-            lettering: gets the numbers.
+            text_layer: gets the numbers.
             origin: u, v of this view's top left corner in the whole picture.
         """
         left, top = origin
@@ -166,14 +166,14 @@ class TopView:
             u, v = middle + metres * self.scale, middle - metres * self.scale
             ticks = [[[u, base], [u, base - 6]], [[0.0, v], [6.0, v]]]
             draw_lines(self.image, np.array(ticks), MUTED)
-            lettering.add((left + u, top + base - 9), str(metres), MUTED, 12, "ms")
-            lettering.add((left + 9.0, top + v), str(metres), MUTED, 12, "lm")
+            text_layer.add((left + u, top + base - 9), str(metres), MUTED, 12, "ms")
+            text_layer.add((left + 9.0, top + v), str(metres), MUTED, 12, "lm")
         car = np.array([[0.0, 9.0], [6.0, -7.0], [0.0, -3.0], [-6.0, -7.0]]) * (1, -1) + middle
         polygon = np.round(car * 2**_SHIFT).astype(np.int32)
         cv2.fillPoly(self.image, [polygon], TEXT, cv2.LINE_AA, _SHIFT)
         corner = (left + self.pixels - 8, top + self.pixels - 28)
-        lettering.add(corner, "to the right [m]", MUTED, 12, "rs")
-        lettering.add((left + 8, top + 8), "forward [m]", MUTED, 12)
+        text_layer.add(corner, "to the right [m]", MUTED, 12, "rs")
+        text_layer.add((left + 8, top + 8), "forward [m]", MUTED, 12)
 
     def draw_points(self, points: np.ndarray) -> None:
         """Points ``(P, >= 3)`` [m]: the higher, the brighter."""

@@ -22,7 +22,7 @@ from bev_lightning.callbacks.drawing import (
     PREDICTION,
     TEXT,
     TRUTH,
-    Lettering,
+    TextLayer,
     TopView,
     box_vertices,
     denormalise,
@@ -130,12 +130,12 @@ def draw_sample(
     found = _pick(predictions, b, min_score)
     pose = batch.global_from_lidar[b].double().cpu()
     lidar_from_ego = torch.linalg.inv(pose) @ batch.global_from_ego[b].double().cpu()
-    lettering = Lettering()
+    text_layer = TextLayer()
     top = 0
     rows: list[np.ndarray] = []
     if batch.cameras is not None and camera is not None:
         cameras = Cameras(batch.cameras.images[b].cpu(), batch.cameras.image_from_lidar[b].cpu())
-        mosaic = _draw_cameras(cameras, truth, found, classes, lidar_from_ego, camera, lettering)
+        mosaic = _draw_cameras(cameras, truth, found, classes, lidar_from_ego, camera, text_layer)
         rows.append(mosaic)
         top = mosaic.shape[0] + GAP
         rows.append(np.full((GAP, WIDTH, 3), BACKGROUND, np.uint8))
@@ -144,14 +144,14 @@ def draw_sample(
     if batch.points is not None:
         points = batch.points.features[b, : int(batch.points.count[b])]
         view.draw_points(points.float().cpu().numpy())
-    view.draw_rings(lettering, (0, top))
+    view.draw_rings(text_layer, (0, top))
     view.draw_boxes(truth, TRUTH, 2)
     view.draw_boxes(found, PREDICTION, 1)
     origin, token = (TOP_VIEW + GAP, top), batch.sample_tokens[b]
-    table = _draw_table(origin, token, truth, found, classes, min_score, lettering)
+    table = _draw_table(origin, token, truth, found, classes, min_score, text_layer)
     gap = np.full((TOP_VIEW, GAP, 3), BACKGROUND, np.uint8)
     rows.append(np.concatenate([view.image, gap, table], axis=1))
-    return lettering.write(np.concatenate(rows))
+    return text_layer.write(np.concatenate(rows))
 
 
 def _pick(boxes: Boxes3D | None, b: int, min_score: float) -> Boxes3D:
@@ -172,7 +172,7 @@ def _draw_cameras(
     classes: Sequence[str],
     lidar_from_ego: Tensor,
     camera: CameraInput,
-    lettering: Lettering,
+    text_layer: TextLayer,
 ) -> np.ndarray:
     """All cameras of one sample as a mosaic: forward ones in the upper rows, each row from left to
     right.
@@ -205,9 +205,9 @@ def _draw_cameras(
             for vertices, colour in drawn:
                 lines, owner = project_lines(vertices, matrix, cell)
                 draw_lines(image, lines, colour)
-            _label_boxes(lines, owner, found, classes, (u, v), lettering)
+            _label_boxes(lines, owner, found, classes, (u, v), text_layer)
             mosaic[v : v + cell[0], u : u + CELL_WIDTH] = image
-            lettering.add((u + 8, v + 7), _direction(azimuth[i]), TEXT, 13, "la", boxed=True)
+            text_layer.add((u + 8, v + 7), _direction(azimuth[i]), TEXT, 13, "la", boxed=True)
     return mosaic
 
 
@@ -217,7 +217,7 @@ def _label_boxes(
     boxes: Boxes3D,
     classes: Sequence[str],
     origin: tuple[int, int],
-    lettering: Lettering,
+    text_layer: TextLayer,
 ) -> None:
     """Class and score above the boxes, the largest in the image first, where they overlap no other
     text."""
@@ -238,7 +238,7 @@ def _label_boxes(
         if any(left < r and x < right and top < b and y < bottom for x, y, r, b in taken):
             continue
         taken.append((left, top, right, bottom))
-        lettering.add((origin[0] + left, origin[1] + top + 11.0), text, PREDICTION, 11, "ls")
+        text_layer.add((origin[0] + left, origin[1] + top + 11.0), text, PREDICTION, 11, "ls")
 
 
 def count_found(truth: Boxes3D, found: Boxes3D, distance_m: float = 2.0) -> int:
@@ -270,26 +270,26 @@ def _draw_table(
     found: Boxes3D,
     classes: Sequence[str],
     min_score: float,
-    lettering: Lettering,
+    text_layer: TextLayer,
 ) -> np.ndarray:
-    """Legend and counts by class, beside the bird's eye view; texts go to ``lettering``."""
+    """Legend and counts by class, beside the bird's eye view; texts go to ``text_layer``."""
     image = np.full((TOP_VIEW, WIDTH - TOP_VIEW - GAP, 3), PANEL, np.uint8)
     u, v = origin
-    lettering.add((u + 24, v + 22), f"sample {token}", MUTED, 14)
+    text_layer.add((u + 24, v + 22), f"sample {token}", MUTED, 14)
     y = 70
     predicted = f"prediction, score at least {min_score:g}"
     for colour, thickness, text in ((TRUTH, 2, "annotation"), (PREDICTION, 1, predicted)):
         cv2.rectangle(image, (24, y - 7), (56, y + 7), colour, thickness, cv2.LINE_AA)
         cv2.line(image, (40, y), (56, y), colour, thickness, cv2.LINE_AA)
-        lettering.add((u + 70, v + y), text, TEXT, 15, "lm")
+        text_layer.add((u + 70, v + y), text, TEXT, 15, "lm")
         y += 30
     lines = "line: heading      arrow: motion in one second"
-    lettering.add((u + 24, v + y), lines, MUTED, 13, "lm")
+    text_layer.add((u + 24, v + y), lines, MUTED, 13, "lm")
     y += 56
-    lettering.add((u + 24, v + y), "class", MUTED, 14, "lm")
+    text_layer.add((u + 24, v + y), "class", MUTED, 14, "lm")
     columns = (330, 460, 640)
     for x, text in zip(columns, ("annotated", "predicted", "found within 2 m"), strict=True):
-        lettering.add((u + x, v + y), text, MUTED, 14, "rm")
+        text_layer.add((u + x, v + y), text, MUTED, 14, "rm")
     y += 20
     totals = np.zeros(3, int)
     for label, name in enumerate(classes):
@@ -299,13 +299,13 @@ def _draw_table(
         cv2.line(image, (24, y), (640, y), GRID, 1)
         y += 19
         shade = TEXT if any(counts) else MUTED
-        lettering.add((u + 24, v + y), name.replace("_", " "), shade, 15, "lm")
+        text_layer.add((u + 24, v + y), name.replace("_", " "), shade, 15, "lm")
         for x, count, colour in zip(columns, counts, (TRUTH, PREDICTION, TEXT), strict=True):
-            lettering.add((u + x, v + y), str(count), colour if count else GRID, 15, "rm")
+            text_layer.add((u + x, v + y), str(count), colour if count else GRID, 15, "rm")
         y += 19
     cv2.line(image, (24, y), (640, y), MUTED, 1)
     y += 22
-    lettering.add((u + 24, v + y), "all", TEXT, 15, "lm")
+    text_layer.add((u + 24, v + y), "all", TEXT, 15, "lm")
     for x, count in zip(columns, totals, strict=True):
-        lettering.add((u + x, v + y), str(count), TEXT, 15, "rm")
+        text_layer.add((u + x, v + y), str(count), TEXT, 15, "rm")
     return image

@@ -70,10 +70,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Translation:
-    """Attributes:
-    state: values by their new name.
-    sources: the old name of each.
-    unknown: old names that belong to no part.
+    """A state dict under new names.
+
+    Attributes:
+        state: values by their new name.
+        sources: the old name of each.
+        unknown: old names that belong to no part.
     """
 
     state: dict[str, Tensor]

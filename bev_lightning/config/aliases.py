@@ -4,10 +4,10 @@ A name that moves or changes gets a row here. Rows chain: a name that changes tw
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 
 # Config keys and groups on a command line; a row also covers every key below.
 KEYS = {
@@ -17,10 +17,19 @@ KEYS = {
     "model.objective": "model.loss",
     "callbacks.watch": "callbacks.stragglers",
     "model.network.encoder.turn_centre": "model.network.encoder.rotation_centre",
+    "model.network.head.choice": "model.network.head.selection",
     "optim.schedule": "scheduler.shape",
     "optim.warmup": "scheduler.warmup",
     "optim.start_factor": "scheduler.start_factor",
     "optim.end_factor": "scheduler.end_factor",
+}
+# Config keys that are ignored, with what they once set gone.
+REMOVED_KEYS = ("model.evaluator.root", "model.evaluator.version")
+# Constructor arguments by class: former name -> present name, None for those removed.
+ARGUMENTS: dict[str, dict[str, str | None]] = {
+    "bev_lightning.metrics.nuscenes.NuScenesEvaluator": {"root": None, "version": None},
+    "bev_lightning.models.heads.CentreHead": {"choice": "selection"},
+    "bev_lightning.models.heads.TransFusionHead": {"choice": "selection"},
 }
 # Modules whose classes and functions may stand in a `_target_`.
 MODULES = {
@@ -125,12 +134,14 @@ def rename_override(override: str) -> str:
 
 
 def rename_overrides(overrides: Sequence[str]) -> list[str]:
-    """Every override with present names; those without former names stay as they are."""
-    return [rename_override(override) for override in overrides]
+    """Every override with present names, without those of removed keys."""
+    renamed = (rename_override(override) for override in overrides)
+    return [one for one in renamed if one.lstrip("+~").partition("=")[0] not in REMOVED_KEYS]
 
 
 def rename_targets(cfg: Any) -> dict[str, str]:
-    """Replaces former import paths in every ``_target_`` below a config node.
+    """Replaces former import paths in every ``_target_`` below a config node, and former names of
+    arguments beside it.
 
     Args:
         cfg: changed; anything but an OmegaConf container is left alone.
@@ -140,7 +151,10 @@ def rename_targets(cfg: Any) -> dict[str, str]:
     """
     renamed: dict[str, str] = {}
     if isinstance(cfg, DictConfig):
-        for key in map(str, cfg):
+        target = cfg.get("_target_")
+        if isinstance(target, str):
+            _rename_arguments(cfg, ARGUMENTS.get(rename_target(target), {}))
+        for key in map(str, list(cfg)):
             if OmegaConf.is_missing(cfg, key) or OmegaConf.is_interpolation(cfg, key):
                 continue
             value = cfg[key]
@@ -155,3 +169,16 @@ def rename_targets(cfg: Any) -> dict[str, str]:
             if not OmegaConf.is_interpolation(cfg, index):
                 renamed |= rename_targets(cfg[index])
     return renamed
+
+
+def _rename_arguments(cfg: DictConfig, names: Mapping[str, str | None]) -> None:
+    """Replace former names of constructor arguments; their values go into those already there."""
+    with flag_override(cfg, ["struct", "readonly"], False):
+        for former, present in names.items():
+            if former in cfg:
+                value = cfg._get_node(former)
+                del cfg[former]
+                if present is not None:
+                    cfg[present] = OmegaConf.merge({present: cfg.get(present)}, {present: value})[
+                        present
+                    ]

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from bev_lightning import __version__
+from bev_lightning.atomic_files import replace_file
 from bev_lightning.config.resolve import plan_batch, scale_lr
 from bev_lightning.errors import InputError
 from bev_lightning.hardware.machine import Machine
@@ -53,8 +54,10 @@ def write_run_directory(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a result of the run, indented; NaN and infinity are refused."""
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    """Write a result of the run atomically, indented; NaN and infinity are refused."""
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    with replace_file(path, "paths.run") as file:
+        file.write(text.encode())
 
 
 def check_writable(key: str, path: Path) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from bev_lightning.checks import CHOICES, NUMBERS, check_choice, check_number, write_value
+from bev_lightning.checks import (
+    CHOICES,
+    NUMBERS,
+    check_choice,
+    check_number,
+    is_number,
+    write_value,
+)
 from bev_lightning.classes import check_classes
 from bev_lightning.config.aliases import KEYS
 from bev_lightning.config.compose import config_dir, get_value
@@ -113,7 +120,7 @@ def _check_precision(cfg: DictConfig) -> None:
             f"trainer.precision={precision} is unknown; use precision=auto, 32, 16, bf16 or fp8"
         )
     scale = get_value(cfg, "precision.loss_scale")
-    if scale not in (None, "dynamic") and not (_is_number(scale) and 0 < scale < math.inf):
+    if scale not in (None, "dynamic") and not (is_number(scale) and 0 < scale < math.inf):
         raise InputError(
             f"precision.loss_scale={scale} must be dynamic or a positive number; set "
             "precision.loss_scale=dynamic, or 512"
@@ -128,7 +135,7 @@ def _check_precision(cfg: DictConfig) -> None:
         )
     capability, card = get_value(cfg, "hardware.capability"), get_value(cfg, "hardware.card")
     on_cpu = get_value(cfg, "trainer.accelerator") == "cpu"
-    if get_value(cfg, "precision.emulate") is True or not (on_cpu or _is_number(capability)):
+    if get_value(cfg, "precision.emulate") is True or not (on_cpu or is_number(capability)):
         return
     if on_cpu or capability < _FP8_CAPABILITY:
         here = "a CPU has none" if on_cpu else f"the {card} has {capability}"
@@ -156,7 +163,7 @@ def _check_length(cfg: DictConfig) -> None:
 def _check_rate(cfg: DictConfig) -> None:
     """The learning rate and the batch that it is tuned for."""
     lr = get_value(cfg, "optim.lr")
-    if not _is_number(lr) or not 0 < lr < math.inf:
+    if not is_number(lr) or not 0 < lr < math.inf:
         raise InputError(f"optim.lr={lr} must be a positive number; set optim.lr, for example 1e-3")
     rule, base = get_value(cfg, "optim.scale_lr"), get_value(cfg, "optim.base_batch")
     if rule is not None and not (isinstance(base, int) and base is not True and base >= 1):
@@ -341,7 +348,3 @@ def _check_cards(cfg: DictConfig, machine: Machine) -> None:
 def _profile_devices(choice: str) -> Any:
     path = config_dir() / "hardware" / f"{choice}.yaml"
     return OmegaConf.load(path).hardware.devices if path.is_file() else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pyarrow as pa
 import torch
 
+from bev_lightning.atomic_files import lock
 from bev_lightning.classes import DETECTION_CLASSES
-from bev_lightning.data.atomic_files import lock
 from bev_lightning.data.loaders.clouds import read_points
 from bev_lightning.data.nuscenes.sample import SampleIndex
 from bev_lightning.data.resumable_jobs import close_parts, make_parts, open_parts, read_part
@@ -27,14 +27,13 @@ _SAMPLES_PER_PART = 32
 _EVERYWHERE = (-1000.0, -1000.0, -100.0, 1000.0, 1000.0, 100.0)
 
 
-def build_ground_truth(
+def build_gt_database(
     index: SampleIndex,
     split: str,
     lidar: LidarInput,
     classes: Sequence[str] = DETECTION_CLASSES,
     on_missing: Literal["error", "skip"] = "error",
     num_workers: int = 0,
-    renew: bool = False,
 ) -> GroundTruthDatabase:
     """Open the database of a split; build it first where it is absent or out of date.
 
@@ -50,30 +49,29 @@ def build_ground_truth(
         on_missing: refuse samples with missing or unreadable files ("error"), or leave them out
             ("skip").
         num_workers: processes that read files.
-        renew: rebuild a database of another schema instead of refusing it.
 
     Raises:
-        InputError: a file is missing or broken and on_missing is "error", or the database has
-            another schema or was built for another number of sweeps.
+        InputError: a file is missing or broken and on_missing is "error", or the database was
+            built for another number of sweeps.
     """
     if set(classes) <= set(DETECTION_CLASSES):
         classes = DETECTION_CLASSES
-    path = ground_truth_path(index, split, lidar)
+    path = gt_database_path(index, split, lidar)
     tokens = index.split(split)
     stamp = _stamp(index, tokens, lidar, classes)
-    database = _open_current(path, stamp, lidar, renew)
+    database = _open_current(path, stamp, lidar)
     if database is not None:
         return database
-    with lock(path.with_suffix(".lock")) as alone:
+    with lock(path.with_suffix(".lock")) as holds_lock:
         # Another process may have built it meanwhile.
-        database = _open_current(path, stamp, lidar, renew)
+        database = _open_current(path, stamp, lidar)
         if database is None:
-            _write(path, stamp, index, tokens, lidar, classes, on_missing, num_workers, alone)
+            _write(path, stamp, index, tokens, lidar, classes, on_missing, num_workers, holds_lock)
             database = GroundTruthDatabase(path)
     return database
 
 
-def ground_truth_path(index: SampleIndex, split: str, lidar: LidarInput) -> Path:
+def gt_database_path(index: SampleIndex, split: str, lidar: LidarInput) -> Path:
     """Path of the database of a split."""
     name = index.path.stem.removesuffix("-index")
     return index.path.with_name(f"{name}-ground-truth-{split}-{lidar.sweeps}sweeps.arrow")
@@ -88,17 +86,11 @@ def _stamp(
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _open_current(
-    path: Path, stamp: str, lidar: LidarInput, renew: bool
-) -> GroundTruthDatabase | None:
+def _open_current(path: Path, stamp: str, lidar: LidarInput) -> GroundTruthDatabase | None:
     try:
         database = GroundTruthDatabase(path)
-    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError):
-        return None  # absent or damaged
-    except InputError:
-        if renew:
-            return None
-        raise
+    except (FileNotFoundError, pa.ArrowInvalid, KeyError, TypeError, InputError):
+        return None  # absent, damaged, or of another schema
     database.check(lidar)
     return database if database.stamp == stamp else None
 
@@ -112,7 +104,7 @@ def _write(
     classes: Sequence[str],
     on_missing: Literal["error", "skip"],
     num_workers: int,
-    alone: bool,
+    holds_lock: bool,
 ) -> None:
     source = FrameSource(
         index,
@@ -123,7 +115,7 @@ def _write(
     )
     # The samples of a part depend on the files that are present.
     present = hashlib.sha256("\n".join([stamp, *source.tokens]).encode()).hexdigest()
-    folder = open_parts(path, present, alone)
+    folder = open_parts(path, present, holds_lock)
     jobs = {
         folder / f"{start}.arrow": source.tokens[start : start + _SAMPLES_PER_PART]
         for start in range(0, len(source), _SAMPLES_PER_PART)

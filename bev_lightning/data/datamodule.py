@@ -17,7 +17,7 @@ from bev_lightning.data.batch_stream import (
     WindowedStream,
     is_stream_state,
 )
-from bev_lightning.data.build_gt_database import build_ground_truth
+from bev_lightning.data.build_gt_database import build_gt_database
 from bev_lightning.data.class_balance import balance, count_boxes
 from bev_lightning.data.loaders.image_cache import (
     CacheKind,
@@ -153,7 +153,7 @@ class DetectionDataModule(LightningDataModule):
         and, for training, the database of objects to paste."""
         index = self.open_index()
         if self.gt_sampling is not None and (self.trainer is None or self.trainer.training):
-            self.open_ground_truth(index)
+            self.open_gt_database(index)
 
     def setup(self, stage: str | None = None) -> None:
         """Open the index and check that the files of the splits exist.
@@ -207,16 +207,13 @@ class DetectionDataModule(LightningDataModule):
                 "to use the measured one"
             )
 
-    def open_ground_truth(self, index: SampleIndex, renew: bool = False) -> GroundTruthDatabase:
-        """Open the ground-truth database of the training split; it is built where it is absent.
-
-        Args:
-            renew: as in :func:`build_ground_truth`.
-        """
+    def open_gt_database(self, index: SampleIndex) -> GroundTruthDatabase:
+        """Open the ground-truth database of the training split; build it first if it is absent or
+        out of date."""
         assert self.gt_sampling is not None
         lidar = self.gt_sampling.check(self.inputs, self.classes)
-        return build_ground_truth(
-            index, self.train_split, lidar, self.classes, self.on_missing, self.num_workers, renew
+        return build_gt_database(
+            index, self.train_split, lidar, self.classes, self.on_missing, self.num_workers
         )
 
     @property
@@ -366,7 +363,7 @@ class DetectionDataModule(LightningDataModule):
         gt_sampler = None
         if self.gt_sampling is not None:
             gt_sampler = GTSampler(
-                self.gt_sampling, self.open_ground_truth(index), self.classes, self.seed
+                self.gt_sampling, self.open_gt_database(index), self.classes, self.seed
             )
             if gt_sampler.absent:
                 rank_zero_warn(

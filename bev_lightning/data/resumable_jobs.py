@@ -1,4 +1,4 @@
-"""Builds a file from parts, each a file of its own, so that a killed build can be resumed."""
+"""Builds a file from parts, each in a separate file, so that a killed build can be resumed."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from bev_lightning.data.atomic_files import replace_file
+from bev_lightning.atomic_files import replace_file
 from bev_lightning.data.process_pool import map_in_processes
 from bev_lightning.progress import Progress
 
@@ -20,17 +20,17 @@ _Job = TypeVar("_Job")
 _LEAST_PARTS_PER_PROCESS = 4
 
 
-def open_parts(path: Path, stamp: str, alone: bool) -> Path:
+def open_parts(path: Path, stamp: str, holds_lock: bool) -> Path:
     """Open the folder of the parts of a file that is being built.
 
     Args:
         path: the file to build.
         stamp: hash of its sources; parts of other sources are removed.
-        alone: whether no other process builds the file now. Otherwise the folder is private to this
-            process and not reused after a kill.
+        holds_lock: whether no other process builds the file now. Otherwise the folder is private to
+            this process and not reused after a kill.
     """
     root = path.with_suffix(".parts")
-    if not alone:
+    if not holds_lock:
         root.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(dir=root))
     folder = root / stamp[:16]

@@ -10,8 +10,8 @@ def compile_network(network: Any, scope: Literal["model", "regions"], **options:
     """Compile a network in place; compilation runs at the first call, state-dict keys stay.
 
     Args:
-        network: for ``regions``, its method ``dense_regions()`` lists the submodules with most of
-            the FLOPs, constant shapes and no graph break.
+        network: for ``regions``, one that implements
+            :class:`bev_lightning.models.protocol.SupportsRegionalCompile`.
         scope: ``model`` compiles the network's forward as a whole, with graph breaks where a
             length depends on the data (voxels, kept points); ``regions`` compiles each dense region
             separately, without a graph break.

@@ -47,12 +47,12 @@ class CentreLoss:
             by_heatmap = heatmap_loss(
                 logits, targets, codec.grid, self.min_radius_cells, normalizers
             )
-            wanted = codec.encode(targets)  # (B, M, 10)
-            cell, inside = self._find_cells(codec, wanted, targets.valid)
+            target = codec.encode(targets)  # (B, M, 10)
+            cell, inside = self._find_cells(codec, target, targets.valid)
             predicted = predictions.code.flatten(2).transpose(1, 2)  # (B, Y * X, 10)
-            predicted = predicted.gather(1, cell.unsqueeze(-1).expand_as(wanted))
+            predicted = predicted.gather(1, cell.unsqueeze(-1).expand_as(target))
             weight = inside.unsqueeze(-1) * constant(self.code_weights, predicted)
-            by_box = masked_l1_loss(predicted, wanted, weight).sum()
+            by_box = masked_l1_loss(predicted, target, weight).sum()
             return {
                 "heatmap": self.heatmap_weight * by_heatmap,
                 "box": self.box_weight * by_box / normalizer(inside.sum(), normalizers, "box"),

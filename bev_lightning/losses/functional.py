@@ -41,18 +41,18 @@ def sigmoid_focal_loss(
     """RetinaNet's focal loss of each logit ``(..., K)``, for labels ``(...)``; label K is
     background."""
     logits = widen(logits)
-    wanted = F.one_hot(labels, logits.shape[-1] + 1)[..., :-1].to(logits.dtype)
-    entropy = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    target = F.one_hot(labels, logits.shape[-1] + 1)[..., :-1].to(logits.dtype)
+    entropy = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
     probability = logits.sigmoid()
-    wrong = probability + wanted - 2 * probability * wanted
-    return entropy * (alpha * wanted + (1 - alpha) * (1 - wanted)) * wrong.pow(gamma)
+    wrong = probability + target - 2 * probability * target
+    return entropy * (alpha * target + (1 - alpha) * (1 - target)) * wrong.pow(gamma)
 
 
-def masked_l1_loss(predicted: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
+def masked_l1_loss(predicted: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """Weighted absolute difference of each number; 0, also in the gradient, where the target is NaN
     (an unknown velocity) or the weight is 0."""
-    used = torch.isfinite(wanted) & (weight > 0)
-    difference = torch.where(used, widen(predicted) - wanted.nan_to_num(), 0.0)
+    used = torch.isfinite(target) & (weight > 0)
+    difference = torch.where(used, widen(predicted) - target.nan_to_num(), 0.0)
     return difference.abs() * weight
 
 

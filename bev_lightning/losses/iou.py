@@ -9,12 +9,11 @@ from bev_lightning.losses.functional import widen
 def overlap_area(first: Tensor, second: Tensor) -> Tensor:
     """Area [m2] that two rectangles share, ``(...)``; leading dimensions broadcast.
 
-    The corners of the first are taken to the frame of the second, where that one is
-    ``|x| <= l / 2, |y| <= w / 2``, and its outline is pushed back into it point by point: what lies
-    outside lands on the border and runs along it forth and back, so that the shoelace formula on
-    the pushed outline gives the shared area. An edge is straight between its crossings with the
-    four border lines, so it is enough to push its ends and its crossings. Nothing is compared with
-    a tolerance: coinciding edges, equal and enclosed boxes are no special cases.
+    Polygon clipping against an axis-aligned rectangle, by clamping, without branches: in the frame
+    of the second rectangle, each edge of the first is split where it crosses the four border lines,
+    and all points are clamped to ``|x| <= l / 2, |y| <= w / 2``. Parts outside collapse onto the
+    border and enclose no area, so the shoelace formula on the clamped polygon gives the
+    intersection. No tolerances: coinciding edges, equal and enclosed boxes are no special cases.
 
     Args:
         first, second: ``(..., 5) [x, y, l, w, yaw]`` metres and radians.
@@ -50,7 +49,7 @@ def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
     """Intersection over union of volumes ``(..., N, M)`` of ``(..., N, 7)`` and ``(..., M, 7)``.
 
     On a CPU the area is computed only of pairs whose circumscribed circles touch, which are few.
-    On a GPU choosing them would wait for the device, and all pairs cost less than that.
+    On a GPU selecting them would synchronise, which costs more than computing all pairs.
 
     Args:
         first, second: ``[x, y, z, l, w, h, yaw]``, z of the centre; metres and radians.
@@ -60,12 +59,12 @@ def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
     first = first.unsqueeze(-2).expand(shape)
     second = second.unsqueeze(-3).expand(shape)
     if first.is_cuda:
-        area = overlap_area(_seen_from_above(first), _seen_from_above(second))
+        area = overlap_area(_bev_boxes(first), _bev_boxes(second))
     else:
         reach = 0.5 * (first[..., 3:5].norm(dim=-1) + second[..., 3:5].norm(dim=-1))
         near = (first[..., :2] - second[..., :2]).norm(dim=-1) <= reach
         area = first.new_zeros(near.shape)
-        area[near] = overlap_area(_seen_from_above(first[near]), _seen_from_above(second[near]))
+        area[near] = overlap_area(_bev_boxes(first[near]), _bev_boxes(second[near]))
     (z, half), (other_z, other_half) = ((b[..., 2], 0.5 * b[..., 5]) for b in (first, second))
     top = torch.minimum(z + half, other_z + other_half)
     bottom = torch.maximum(z - half, other_z - other_half)
@@ -74,7 +73,7 @@ def pairwise_iou(first: Tensor, second: Tensor) -> Tensor:
     return shared / (volumes - shared).clamp(min=1e-8)
 
 
-def _seen_from_above(boxes: Tensor) -> Tensor:
-    """``(..., 7)`` to ``(..., 5) [x, y, l, w, yaw]``. By slices: a list of columns would travel to
-    a GPU, and the host would wait for it."""
+def _bev_boxes(boxes: Tensor) -> Tensor:
+    """``(..., 7)`` to ``(..., 5) [x, y, l, w, yaw]``. Slices, since indexing with a list copies the
+    list to the GPU and synchronises."""
     return torch.cat([boxes[..., :2], boxes[..., 3:5], boxes[..., 6:]], dim=-1)

@@ -95,12 +95,12 @@ def project_targets(
     num_cameras = image_from_lidar.shape[1]
     centre = targets.centre.float().nan_to_num().unsqueeze(1)
     pixels, depth = project(image_from_lidar.float(), centre)  # (B, N, M)
-    # Pixel centres lie at integers, a map's cells begin image_targets.
+    # Pixel centres lie at integers; a map's cell begins at one.
     cells = (pixels + 0.5) * constant(scale, pixels)
     inside = ((cells >= 0) & (cells < constant((width, height), cells))).all(-1)
     known = targets.valid & torch.isfinite(targets.centre).all(-1)
     seen = known.unsqueeze(1) & (depth > MIN_DEPTH) & inside
-    wanted = draw_gaussians(
+    heatmap = draw_gaussians(
         cells.flatten(0, 1),
         torch.full_like(depth, RADIUS_CELLS).flatten(0, 1),
         seen.flatten(0, 1),
@@ -108,4 +108,4 @@ def project_targets(
         num_classes,
         shape,
     )
-    return ImageTargets(cells, depth, seen, wanted)
+    return ImageTargets(cells, depth, seen, heatmap)

@@ -1,4 +1,4 @@
-"""What a training asks of a loss."""
+"""Interface of a loss."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

@@ -112,9 +112,9 @@ class SetPredictionLoss:
     def costs(self, predictions: BEVFormerPredictions, targets: Boxes3D) -> Tensor:
         """``(L, B, Q, M)``: the focal cost and the L1 distance of all but the velocity."""
         queries = predictions.queries
-        wanted = predictions.codec.encode(targets)[None, ..., :8].nan_to_num()
+        target = predictions.codec.encode(targets)[None, ..., :8].nan_to_num()
         code = widen(queries.code[..., :8])
-        distance = torch.cdist(code, wanted.to(code.dtype), p=1)
+        distance = torch.cdist(code, target.to(code.dtype), p=1)
         cost = self.class_weight * focal_cost(queries.logits, targets.label)
         return cost + self.box_weight * distance
 
@@ -126,10 +126,10 @@ class SetPredictionLoss:
         normalizers: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Weighted class and box terms of each layer, ``(L,)`` each."""
-        wanted = predictions.codec.encode(targets)
+        target = predictions.codec.encode(targets)
         count = normalizer(assignment.positive[0].sum(), normalizers, "class")
         counted = torch.ones_like(assignment.positive)
-        return self._terms(predictions.queries, targets.label, wanted, assignment, counted, count)
+        return self._terms(predictions.queries, targets.label, target, assignment, counted, count)
 
     def denoising_terms(
         self,
@@ -143,10 +143,10 @@ class SetPredictionLoss:
         box = denoising.box.masked_fill(~denoising.valid, -1)
         box = box.expand(denoising.logits.shape[0], -1, -1)
         assignment = Assignment(box, torch.zeros_like(box, dtype=torch.float32))
-        wanted = predictions.codec.encode(targets)
+        target = predictions.codec.encode(targets)
         count = normalizer(denoising.valid.sum(), normalizers, "denoising_class")
         by_class, by_box = self._terms(
-            denoising, targets.label, wanted, assignment, assignment.positive, count
+            denoising, targets.label, target, assignment, assignment.positive, count
         )
         return self.denoising_weight * by_class, self.denoising_weight * by_box
 
@@ -161,14 +161,14 @@ class SetPredictionLoss:
     ) -> tuple[Tensor, Tensor]:
         """Focal loss of the ``counted`` queries ``(L, B, Q)``, L1 of those with a box, whose label
         and code are ``(B, M)``; both divided by ``count``."""
-        positive, wanted = assignment.positive, assignment.gather(code)
+        positive, target = assignment.positive, assignment.gather(code)
         label = torch.where(positive, assignment.gather(label), queries.logits.shape[-1])
         by_class = sigmoid_focal_loss(queries.logits, label) * counted.unsqueeze(-1)
         by_class = by_class.sum((1, 2, 3))
         weight = positive.unsqueeze(-1) * constant(self.code_weights, queries.code)
         if self.skip_unknown_rows:
-            weight = weight * torch.isfinite(wanted).all(-1, keepdim=True)
-        by_box = masked_l1_loss(queries.code, wanted, weight).sum((1, 2, 3))
+            weight = weight * torch.isfinite(target).all(-1, keepdim=True)
+        by_box = masked_l1_loss(queries.code, target, weight).sum((1, 2, 3))
         return self.class_weight * by_class / count, self.box_weight * by_box / count
 
 

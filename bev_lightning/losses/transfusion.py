@@ -103,7 +103,7 @@ class TransFusionLoss:
         background = torch.full_like(assignment.box, num_classes)
         labels = torch.where(assignment.positive, assignment.gather(targets.label), background)
         by_class = sigmoid_focal_loss(predictions.logits, labels).sum((1, 2, 3))
-        wanted = assignment.gather(predictions.codec.encode(targets))
+        target = assignment.gather(predictions.codec.encode(targets))
         weight = assignment.positive.unsqueeze(-1) * constant(self.code_weights, predictions.code)
-        by_box = masked_l1_loss(predictions.code, wanted, weight).sum((1, 2, 3))
+        by_box = masked_l1_loss(predictions.code, target, weight).sum((1, 2, 3))
         return self.class_weight * by_class / num_positive, self.box_weight * by_box / num_positive

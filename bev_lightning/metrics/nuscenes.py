@@ -116,7 +116,6 @@ class NuScenesEvaluator:
         classes: names of the model's classes. The means go over the detection classes that they map
             to; with all ten it is the official metric.
         detection_names: nuScenes detection class of own classes.
-        root, version: not used; former settings that older configurations contain.
 
     Attributes:
         detection_names: detection class of each class that is scored.
@@ -129,8 +128,6 @@ class NuScenesEvaluator:
         self,
         classes: Sequence[str],
         detection_names: Mapping[str, str] | None = None,
-        root: str | None = None,
-        version: str | None = None,
     ) -> None:
         self.classes = tuple(classes)
         self.detection_names = map_detection_names(classes, detection_names)

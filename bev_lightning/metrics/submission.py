@@ -8,7 +8,6 @@ scored.
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +19,8 @@ import torch
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
+from bev_lightning.atomic_files import replace_file
+from bev_lightning.checks import is_number
 from bev_lightning.classes import ATTRIBUTES, DETECTION_CLASSES, MOVING_ATTRIBUTE, STILL_ATTRIBUTE
 from bev_lightning.errors import InputError
 from bev_lightning.structures.boxes import Boxes3D
@@ -167,9 +168,8 @@ def write_submission(
     names = ("use_camera", "use_lidar", "use_radar", "use_map", "use_external")
     content = {"meta": {name: bool(meta.get(name, False)) for name in names}, "results": cleaned}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, allow_nan=False))
-    os.replace(temporary, path)
+    with replace_file(path, "paths.run") as file:
+        file.write(json.dumps(content, allow_nan=False).encode())
     return path
 
 
@@ -216,19 +216,15 @@ def _find_fault(token: str, entry: Any, classes: Sequence[str]) -> str:
         return f"whose sample_token is {entry['sample_token']!r}"
     for field, length in _LENGTHS.items():
         value = entry[field]
-        if not isinstance(value, list) or len(value) != length or not all(map(_is_number, value)):
+        if not isinstance(value, list) or len(value) != length or not all(map(is_number, value)):
             return f"whose {field} is {json.dumps(value)[:60]} and not {length} numbers"
-    if not _is_number(entry["detection_score"]):
+    if not is_number(entry["detection_score"]):
         return f"whose detection_score is {entry['detection_score']!r} and no number"
     if entry["detection_name"] not in classes:
         return f"whose detection_name is {entry['detection_name']!r}, which is no nuScenes class"
     if entry["attribute_name"] not in ("", *ATTRIBUTES):
         return f"whose attribute_name is {entry['attribute_name']!r}, which nuScenes does not have"
     return ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_valid(entry: Entry) -> bool:

@@ -30,9 +30,11 @@ from bev_lightning.structures.geometry import project
 
 @dataclass(frozen=True)
 class PreviousBev:
-    """Attributes:
-    bev: ``(B, C, Y, X)`` the encoder's map of the previous frame, in the previous model frame.
-    valid: ``(B,)`` bool, False for samples without a previous frame.
+    """The BEV map of the previous frame, an input of temporal self-attention.
+
+    Attributes:
+        bev: ``(B, C, Y, X)`` the encoder's map of the previous frame, in the previous model frame.
+        valid: ``(B,)`` bool, False for samples without a previous frame.
     """
 
     bev: Tensor

@@ -10,9 +10,9 @@ from bev_lightning.errors import InputError
 from bev_lightning.models.attention import MapAttention, QueryAttention
 from bev_lightning.models.bev_encoder import FeedForward
 from bev_lightning.models.object_queries import (
-    LearnedStart,
-    QueryStart,
-    SeededStart,
+    HeatmapQueries,
+    InitialQueries,
+    LearnedQueries,
     in_float32,
 )
 from bev_lightning.structures import BevGrid, Boxes3D
@@ -91,9 +91,9 @@ class BEVFormerHead(nn.Module):
         self.score_threshold = score_threshold
         self.range_m = None if range_m is None else tuple(map(float, range_m))
         self.heatmap_start, self.num_denoising = heatmap_start, num_denoising
-        self.learned = None if heatmap_start else LearnedStart(channels, num_queries)
+        self.learned = None if heatmap_start else LearnedQueries(channels, num_queries)
         seeded = heatmap_start or num_denoising > 0
-        self.seeded = SeededStart(grid, channels, num_classes, heatmap_start) if seeded else None
+        self.seeded = HeatmapQueries(grid, channels, num_classes, heatmap_start) if seeded else None
         self.layers = nn.ModuleList(
             DecoderLayer(channels, num_heads, num_points, ffn_channels, dropout)
             for _ in range(num_layers)
@@ -180,7 +180,7 @@ class BEVFormerHead(nn.Module):
         return replace(boxes, valid=valid)
 
     def _decode_layers(
-        self, bev: Tensor, start: QueryStart, hidden: Tensor | None
+        self, bev: Tensor, start: InitialQueries, hidden: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Logits ``(L, B, Q, K)`` and code ``(L, B, Q, 10)``, float32."""
         shape = (int(bev.shape[-2]), int(bev.shape[-1]))
@@ -206,7 +206,7 @@ class BEVFormerHead(nn.Module):
 
     def _add_noise(
         self, bev: Tensor, heatmap: Tensor | None, targets: Boxes3D
-    ) -> tuple[QueryStart, Tensor, Tensor]:
+    ) -> tuple[InitialQueries, Tensor, Tensor]:
         """Denoising queries, G = ``num_denoising`` groups of M, from annotations with shifted
         centres and flipped classes; the annotation index ``(B, G * M)`` of each, and whether it is
         valid."""

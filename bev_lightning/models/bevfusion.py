@@ -76,7 +76,7 @@ class BEVFusion(nn.Module):
         return _present(batch.cameras, "cameras", batch)
 
     def range_maps(self, batch: Batch) -> list[Tensor]:
-        """BEV maps of the lidar and radar branches that there are."""
+        """BEV maps of the lidar and radar branches, as far as the model has them."""
         maps: list[Tensor] = []
         if self.lidar is not None:
             maps.append(self.lidar(_present(batch.points, "points", batch)))

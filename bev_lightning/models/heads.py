@@ -41,7 +41,7 @@ class TransFusionHead(nn.Module):
         point_classes: classes of small objects, of which every cell counts as a peak (pedestrian
             and traffic_cone in the published code).
         height_shift: see :class:`BoxCodec`.
-        choice: which boxes decode keeps; None keeps all.
+        selection: which boxes decode keeps; None keeps all.
 
     Raises:
         InputError: ``num_queries`` exceeds classes x cells, or a BEV map does not fit the grid.
@@ -64,13 +64,13 @@ class TransFusionHead(nn.Module):
         dropout: float = 0.1,
         point_classes: Sequence[int] = (8, 9),
         height_shift: float = 0.5,
-        choice: BoxSelection | None = None,
+        selection: BoxSelection | None = None,
     ) -> None:
         super().__init__()
         _check_count("TransFusionHead", "num_queries", num_queries, num_classes, grid)
         self.codec = BoxCodec(grid, height_shift)
         self.num_classes, self.num_queries = num_classes, num_queries
-        self.choice = BoxSelection() if choice is None else choice
+        self.selection = BoxSelection() if selection is None else selection
         is_point_class = torch.zeros(num_classes, dtype=torch.bool)
         if not all(0 <= index < num_classes for index in point_classes):
             raise InputError(
@@ -172,7 +172,7 @@ class TransFusionHead(nn.Module):
         score = score * predictions.query_score.gather(1, label.unsqueeze(1)).squeeze(1)
         code = predictions.code[-1]
         boxes = codec.decode(code, label, score, torch.isfinite(code).all(-1))
-        return self.choice(boxes)
+        return self.selection(boxes)
 
 
 class CentreHead(nn.Module):
@@ -184,7 +184,7 @@ class CentreHead(nn.Module):
         in_channels: of the BEV map.
         channels: width of the hidden layers.
         num_boxes: peaks per sample, at most classes x cells.
-        choice: which boxes decode keeps; None keeps all.
+        selection: which boxes decode keeps; None keeps all.
 
     Raises:
         InputError: ``num_boxes`` exceeds classes x cells, or a BEV map does not fit the grid.
@@ -199,13 +199,13 @@ class CentreHead(nn.Module):
         num_classes: int = 10,
         channels: int = 64,
         num_boxes: int = 200,
-        choice: BoxSelection | None = None,
+        selection: BoxSelection | None = None,
     ) -> None:
         super().__init__()
         _check_count("CentreHead", "num_boxes", num_boxes, num_classes, grid)
         self.codec = BoxCodec(grid, height_shift=0.0)
         self.num_classes, self.num_boxes = num_classes, num_boxes
-        self.choice = BoxSelection() if choice is None else choice
+        self.selection = BoxSelection() if selection is None else selection
         self.register_buffer("positions", _cell_positions(grid), persistent=False)
         self.shared = _hidden(nn.Conv2d, nn.BatchNorm2d, in_channels, channels, 3)
         self.heatmap = nn.Sequential(
@@ -238,7 +238,7 @@ class CentreHead(nn.Module):
         code = predictions.code.flatten(2)
         code = code.gather(2, cell.unsqueeze(1).expand(-1, 10, -1)).transpose(1, 2)
         valid = torch.isfinite(code).all(-1) & (score > 0)
-        return self.choice(predictions.codec.decode(code, label, score, valid))
+        return self.selection(predictions.codec.decode(code, label, score, valid))
 
 
 def _is_local_maximum(heatmap: Tensor) -> Tensor:

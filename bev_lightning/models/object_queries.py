@@ -15,11 +15,13 @@ PRIOR_BIAS = -math.log(9.0)
 
 
 @dataclass(frozen=True)
-class QueryStart:
-    """Attributes:
-    query, position: ``(B, Q, C)`` content and positional encoding.
-    reference: ``(B, Q, 3)`` x, y, z as fractions of the grid's range, float32.
-    logits: ``(B, Q, K)`` class logits that every layer adds to, or None.
+class InitialQueries:
+    """Object queries before the first decoder layer.
+
+    Attributes:
+        query, position: ``(B, Q, C)`` content and positional encoding.
+        reference: ``(B, Q, 3)`` x, y, z as fractions of the grid's range, float32.
+        logits: ``(B, Q, K)`` class logits that every layer adds to, or None.
     """
 
     query: Tensor
@@ -27,12 +29,12 @@ class QueryStart:
     reference: Tensor
     logits: Tensor | None = None
 
-    def join(self, other: "QueryStart") -> "QueryStart":
+    def join(self, other: "InitialQueries") -> "InitialQueries":
         """These queries, then the others; both with logits or both without."""
         logits = None
         if self.logits is not None and other.logits is not None:
             logits = torch.cat([self.logits, other.logits], dim=1)
-        return QueryStart(
+        return InitialQueries(
             torch.cat([self.query, other.query.to(self.query.dtype)], dim=1),
             torch.cat([self.position, other.position.to(self.position.dtype)], dim=1),
             torch.cat([self.reference, other.reference], dim=1),
@@ -40,7 +42,7 @@ class QueryStart:
         )
 
 
-class LearnedStart(nn.Module):
+class LearnedQueries(nn.Module):
     """Learned content and position of each query; its reference is a linear function of its
     position (Deformable DETR)."""
 
@@ -51,10 +53,10 @@ class LearnedStart(nn.Module):
         nn.init.xavier_uniform_(self.reference.weight)
         nn.init.zeros_(self.reference.bias)
 
-    def forward(self, batch: int) -> QueryStart:
+    def forward(self, batch: int) -> InitialQueries:
         position, query = self.embedding.chunk(2, dim=-1)
         reference = in_float32(self.reference, position).sigmoid()
-        return QueryStart(
+        return InitialQueries(
             *(value.unsqueeze(0).expand(batch, -1, -1) for value in (query, position, reference))
         )
 
@@ -67,7 +69,7 @@ def in_float32(layer: nn.Module, value: Tensor) -> Tensor:
     return result
 
 
-class SeededStart(nn.Module):
+class HeatmapQueries(nn.Module):
     """Queries at given cells of the BEV map: the feature there plus an encoding of a class.
 
     Args:
@@ -95,7 +97,7 @@ class SeededStart(nn.Module):
             )
             nn.init.constant_(self.heatmap[-1].bias, PRIOR_BIAS)  # type: ignore[arg-type]
 
-    def from_heatmap(self, bev: Tensor, num_queries: int) -> tuple[Tensor, QueryStart]:
+    def from_heatmap(self, bev: Tensor, num_queries: int) -> tuple[Tensor, InitialQueries]:
         """Logits of the heatmap ``(B, K, Y, X)`` and queries at its highest local maxima; if there
         are fewer maxima than queries, the rest start at other cells."""
         assert self.heatmap is not None
@@ -108,7 +110,9 @@ class SeededStart(nn.Module):
         centres = torch.stack([cell % width, cell // width], dim=-1) + 0.5
         return heatmap, self.at(bev, heatmap, centres, best // (height * width))
 
-    def at(self, bev: Tensor, heatmap: Tensor | None, cells: Tensor, label: Tensor) -> QueryStart:
+    def at(
+        self, bev: Tensor, heatmap: Tensor | None, cells: Tensor, label: Tensor
+    ) -> InitialQueries:
         """Queries at positions ``(B, Q, 2)`` x, y in cells with classes ``(B, Q)``."""
         height, width = self.shape
         i = cells[..., 0].floor().long().clamp(0, width - 1)
@@ -122,4 +126,4 @@ class SeededStart(nn.Module):
         if heatmap is not None:
             flat = heatmap.detach().flatten(2)
             logits = flat.gather(2, index.expand(-1, flat.shape[1], -1)).transpose(1, 2)
-        return QueryStart(query, self.position(2.0 * fraction - 1.0), reference, logits)
+        return InitialQueries(query, self.position(2.0 * fraction - 1.0), reference, logits)

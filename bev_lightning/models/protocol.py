@@ -1,6 +1,6 @@
 """What the package requires of a network, and the hooks that a network may implement.
 
-A network of your own is an ``nn.Module`` that keeps :class:`DetectionNetwork`; name it under
+A network of your own is an ``nn.Module`` that implements :class:`DetectionNetwork`; name it under
 ``model.network._target_``. Nothing else is needed for training, evaluation and prediction. Each of
 the other protocols is optional and looked for by its method or attribute, never by class.
 """
@@ -61,13 +61,15 @@ class SupportsFakeForward(Protocol):
         ...
 
 
+@runtime_checkable
 class SupportsPretrained(Protocol):
-    """A submodule that starts from published weights, see
+    """A submodule that can start from published weights, see
     :func:`bev_lightning.checkpointing.pretrained.load_backbone`."""
 
     pretrained: str | None
 
 
+@runtime_checkable
 class SupportsCheckpointing(Protocol):
     """A submodule that recomputes its activations in the backward pass on request."""
 
@@ -131,9 +133,11 @@ class PipelinePart:
 
 @dataclass(frozen=True)
 class ModelPartition:
-    """Attributes:
-    parts: in the order of the forward pass.
-    cuts: parts that a stage may begin with, the best first.
+    """A network as consecutive parts, for pipeline parallelism.
+
+    Attributes:
+        parts: in the order of the forward pass.
+        cuts: parts that a stage may begin with, the best first.
     """
 
     parts: Sequence[PipelinePart]

@@ -51,8 +51,8 @@ class DetectionModule(L.LightningModule):
 
     Args:
         network: an nn.Module that implements
-            :class:`bev_lightning.models.protocol.DetectionNetwork`, and as many of the optional
-            protocols beside it as it likes.
+            :class:`bev_lightning.models.protocol.DetectionNetwork`, and any of the optional
+            protocols beside it.
         loss: gives weighted scalars; the loss is their sum.
         inputs: the sensors that the network reads.
         classes: names in the order of the labels.

@@ -1,6 +1,6 @@
 """Chooses the implementation of an operator: plain PyTorch, Numba or Triton.
 
-``reference`` is plain PyTorch: it runs on any device, serves exports, and the kernels are tested
+``reference`` is plain PyTorch: it runs on any device, can be exported, and the kernels are tested
 against it. ``numba`` (CPU) and ``triton`` (GPU) run behind a custom operator, so that FakeTensor,
 torch.compile and torch.export see one opaque node.
 """

@@ -34,6 +34,7 @@ from bev_lightning.hardware.compilation import compile_network
 from bev_lightning.hardware.machine import choose_num_threads, detect_machine
 from bev_lightning.hardware.precision import Float8, Float16, set_tf32
 from bev_lightning.metrics.nuscenes import NuScenesEvaluator
+from bev_lightning.models.protocol import SupportsRegionalCompile
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.private_apis import config_key
 from bev_lightning.runtime.quiet import ignore_library_warnings
@@ -68,10 +69,19 @@ def build_module(cfg: DictConfig) -> DetectionModule:
 
 
 def prepare_execution(module: DetectionModule, cfg: DictConfig) -> None:
-    """Set the memory layout of the weights and compile, as configured; names and values stay."""
+    """Set the memory layout of the weights and compile, as configured; names and values stay.
+
+    Raises:
+        InputError: ``compile=regions`` and the network lists no regions.
+    """
     if cfg.channels_last:
         # Convolutions return the layout of their weights, so that all feature maps follow.
         module.network.to(memory_format=torch.channels_last)
+    if cfg.compile == "regions" and not isinstance(module.network, SupportsRegionalCompile):
+        raise InputError(
+            f"compile=regions needs a network with the method dense_regions, which "
+            f"{type(module.network).__name__} lacks; add the method, or use compile=model or off"
+        )
     if cfg.compile != "off":
         compile_network(module.network, cfg.compile)
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from bev_lightning.hardware.memory import Peak, measure_step
-from bev_lightning.models.protocol import SupportsFakeForward
+from bev_lightning.models.protocol import SupportsCheckpointing, SupportsFakeForward
 from bev_lightning.modules.detection import DetectionModule
 from bev_lightning.private_apis import FakeTensorMode, TorchDispatchMode
 from bev_lightning.runtime.build import build_module
@@ -29,7 +29,7 @@ _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "fp8": torch
 
 @dataclass(frozen=True)
 class Case:
-    """What a step is measured with."""
+    """Settings of one measured training step."""
 
     batch_size: int  # samples of a micro-step
     precision: str  # Lightning's name of it
@@ -38,7 +38,7 @@ class Case:
 
 def measure_cases(cfg: DictConfig, cases: Iterable[Case]) -> list[Peak]:
     """Peak memory of an optimizer step of one process that holds the whole model."""
-    with FakeTensorMode(), StatedCounts():
+    with FakeTensorMode(), AssumedCounts():
         module = build_module(cfg).train()
         for part in module.modules():
             if isinstance(part, SupportsFakeForward):
@@ -67,10 +67,10 @@ def _measure(module: DetectionModule, case: Case) -> Peak:
         # Norms in float32, as autocast has them on CUDA and not on a CPU.
         norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
         hooks = [n.register_forward_pre_hook(lambda _, given: (given[0].float(),)) for n in norms]
-    parts: list[Any] = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
+    parts = [part for part in module.modules() if isinstance(part, SupportsCheckpointing)]
     flags = [part.gradient_checkpointing for part in parts]
-    for part in parts:
-        part.gradient_checkpointing |= case.checkpointing
+    for part, flag in zip(parts, flags, strict=True):
+        part.gradient_checkpointing = flag or case.checkpointing
     try:
         return measure_step(module, make_optimizer, tensors_of(batch), loss)
     finally:
@@ -80,8 +80,8 @@ def _measure(module: DetectionModule, case: Case) -> Peak:
             hook.remove()
 
 
-class StatedCounts(TorchDispatchMode):
-    """Answers what depends on values."""
+class AssumedCounts(TorchDispatchMode):
+    """Replaces operators whose output shape depends on values by assumed sizes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.nonzero.default:

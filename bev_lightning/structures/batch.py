@@ -18,9 +18,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Cameras:
-    """Attributes:
-    images: ``(B, N, 3, H, W)`` float32 RGB, normalised.
-    image_from_lidar: ``(B, N, 4, 4)`` float32, image and BEV augmentation included.
+    """Images of N cameras and their projections.
+
+    Attributes:
+        images: ``(B, N, 3, H, W)`` float32 RGB, normalised.
+        image_from_lidar: ``(B, N, 4, 4)`` float32, image and BEV augmentation included.
     """
 
     images: Tensor
@@ -29,10 +31,12 @@ class Cameras:
 
 @dataclass(frozen=True)
 class Points:
-    """Attributes:
-    features: ``(B, P, 5)`` float32 x, y, z [m], intensity 0..255 as stored, age [s] (0 for the key
-        frame, positive for older sweeps); rows from ``count`` on are padding.
-    count: ``(B,)`` int64 points of each sample.
+    """Lidar points in the model frame, padded to the longest cloud.
+
+    Attributes:
+        features: ``(B, P, 5)`` float32 x, y, z [m], intensity 0..255 as stored, age [s] (0 for the
+            key frame, positive for older sweeps); rows from ``count`` on are padding.
+        count: ``(B,)`` int64 points of each sample.
     """
 
     features: Tensor
@@ -41,10 +45,12 @@ class Points:
 
 @dataclass(frozen=True)
 class Radar:
-    """Attributes:
-    features: ``(B, P, 8)`` float32 x, y, z [m], RCS [dBsm], ego-motion-compensated velocity along x
-        and y [m/s], age [s], index of the radar; rows from ``count`` on are padding.
-    count: ``(B,)`` int64 returns of each sample.
+    """Radar returns in the model frame, padded to the most returns.
+
+    Attributes:
+        features: ``(B, P, 8)`` float32 x, y, z [m], RCS [dBsm], ego-motion-compensated velocity
+            along x and y [m/s], age [s], index of the radar; rows from ``count`` on are padding.
+        count: ``(B,)`` int64 returns of each sample.
     """
 
     features: Tensor
@@ -53,17 +59,25 @@ class Radar:
 
 @dataclass(frozen=True)
 class Batch:
-    """Attributes:
-    sample_tokens, scene_tokens: nuScenes tokens of the B samples.
-    timestamps: ``(B,)`` int64 [microseconds] of the key frames.
-    lidar_from_previous_lidar: ``(B, 4, 4)`` float32, previous key frame of the scene to this one;
-        identity at a scene's first frame.
-    has_previous: ``(B,)`` bool, False at a scene's first frame.
-    global_from_lidar, global_from_ego: ``(B, 4, 4)`` float64 (global coordinates reach kilometres).
-    can_bus: ``(B, 18)`` float32 in the layout of the published BEVFormer, or None: translation [m]
-        (0:3) and yaw [degrees] (17) as changes since the previous frame, yaw [rad] (16) absolute,
-        all of the EGO.
-    history: the previous key frames, oldest first, each a Batch of the same size without targets.
+    """B samples: sensor data, poses and, in training, annotated boxes.
+
+    Data of sensors that the model does not read is None.
+
+    Attributes:
+        sample_tokens, scene_tokens: nuScenes tokens of the B samples.
+        timestamps: ``(B,)`` int64 [microseconds] of the key frames.
+        global_from_lidar, global_from_ego: ``(B, 4, 4)`` float64 (global coordinates reach
+            kilometres).
+        lidar_from_previous_lidar: ``(B, 4, 4)`` float32, previous key frame of the scene to this
+            one; identity at a scene's first frame.
+        has_previous: ``(B,)`` bool, False at a scene's first frame.
+        cameras, points, radar: sensor data.
+        targets: annotated boxes in the model frame; None in evaluation.
+        can_bus: ``(B, 18)`` float32 in the layout of the published BEVFormer, or None: translation
+            [m] (0:3) and yaw [degrees] (17) as changes since the previous frame, yaw [rad] (16)
+            absolute, all of the EGO.
+        history: the previous key frames, oldest first, each a Batch of the same size without
+            targets.
     """
 
     sample_tokens: tuple[str, ...]

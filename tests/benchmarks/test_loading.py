@@ -14,7 +14,7 @@ from bev_lightning.config.compose import load_config
 def test_files_have_realistic_sizes(tmp_path: Path) -> None:
     recordings = make_recordings(tmp_path, 1, ("CAM_FRONT", "CAM_BACK"), sweeps=1)
     sample = recordings.sample("sample0")
-    assert [int(depth) for depth in sample.readings.depth] == [0, 0, 0, 1]
+    assert [int(depth) for depth in sample.readings.sweep] == [0, 0, 0, 1]
     for path in sample.readings.path[:2]:
         assert 150_000 < (tmp_path / path).stat().st_size < 220_000
         assert Image.open(tmp_path / path).size == (1600, 900)

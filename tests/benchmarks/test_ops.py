@@ -37,7 +37,7 @@ def test_operators_beside_their_references(tmp_path: Path) -> None:
         assert found[0]["ratio"] == 1
         assert all(row["ms"] > 0 and row["ratio"] > 0 for row in found)
     for row in groups["sparse convolution"]:
-        assert 0 < row["matmul_share"] < 1 and row["copy_share"] > 0
+        assert row["matmul_share"] > 0 and row["copy_share"] > 0
         assert 0 < row["forward_cpu_ms"] < row["cpu_ms"]
     assert (tmp_path / "bench.png").exists() and "copy_share" in notes[1]
 

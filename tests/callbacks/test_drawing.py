@@ -6,7 +6,7 @@ import torch
 
 from bev_lightning.callbacks.drawing import (
     TRUTH,
-    Lettering,
+    TextLayer,
     TopView,
     box_vertices,
     denormalise,
@@ -118,17 +118,17 @@ def test_the_top_view_shows_outline_heading_and_motion() -> None:
 
 
 def test_rings_and_axes_are_numbered_in_metres() -> None:
-    lettering = Lettering()
+    text_layer = TextLayer()
     view = TopView(400, 50.0, torch.eye(4, dtype=torch.float64))
-    view.draw_rings(lettering, (0, 0))
-    texts = [text for _, text, *_ in lettering._texts]
+    view.draw_rings(text_layer, (0, 0))
+    texts = [text for _, text, *_ in text_layer._texts]
     assert sorted(texts) == sorted(
         ["-40", "-20", "0", "20", "40"] * 2 + ["to the right [m]", "forward [m]"]
     )
     ring = np.array([view.image[200, 199 + 4 * metres].astype(int).sum() for metres in (20, 25)])
     assert ring[0] > ring[1] + 20
     blank = np.zeros((400, 400, 3), np.uint8)
-    assert lettering.write(blank).any() and not blank.any()
+    assert text_layer.write(blank).any() and not blank.any()
 
 
 def test_images_get_their_colours_back() -> None:

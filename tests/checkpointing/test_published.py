@@ -24,7 +24,7 @@ from bev_lightning.config.validate import check_config
 from bev_lightning.hardware.machine import Machine
 from bev_lightning.models.bev_encoder import PreviousBev
 from bev_lightning.models.bevformer import BEVFormer
-from bev_lightning.runtime.fake_step import StatedCounts, blank_batch, tensors_of
+from bev_lightning.runtime.fake_step import AssumedCounts, blank_batch, tensors_of
 from bev_lightning.structures import Batch, Boxes3D, Cameras, Points, Radar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -44,7 +44,7 @@ def make_network(name: str) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("name", FULL_SIZE)
 def test_full_size_runs_forward_and_backward(name: str) -> None:
-    with FakeTensorMode(), StatedCounts():
+    with FakeTensorMode(), AssumedCounts():
         network, inputs = make_network(name)
         if getattr(network, "lidar", None) is not None:
             network.lidar.forward = network.lidar.fake_forward

@@ -15,6 +15,7 @@ from bev_lightning.config.aliases import (
     MODULES,
     rename_key,
     rename_override,
+    rename_overrides,
     rename_target,
     rename_targets,
 )
@@ -206,3 +207,39 @@ def test_a_users_yaml_with_former_keys_is_refused(tmp_path: Path) -> None:
     cfg = compose_job("train", ["experiment=mine"], str(tmp_path)).cfg
     with pytest.raises(InputError, match=r"data.paste is now data.gt_sampling"):
         check_config(cfg)
+
+
+def test_former_arguments_are_renamed_or_dropped() -> None:
+    assert rename_override("model.network.head.choice.range_m=null") == (
+        "model.network.head.selection.range_m=null"
+    )
+    assert rename_overrides(["+model.evaluator.root=x", "seed=1"]) == ["seed=1"]
+    cfg = OmegaConf.create(
+        {
+            "head": {
+                "_target_": "bev_lightning.models.heads.CentreHead",
+                "choice": {"score_threshold": 0.1},
+                "selection": {"_target_": "bev_lightning.models.selection.BoxSelection"},
+            },
+            "evaluator": {
+                "_target_": "bev_lightning.objectives.nuscenes.NuScenesEvaluator",
+                "root": "${nothing.here}",
+                "classes": ["car"],
+            },
+        }
+    )
+    OmegaConf.set_struct(cfg, True)
+    rename_targets(cfg)
+    assert cfg == {
+        "head": {
+            "_target_": "bev_lightning.models.heads.CentreHead",
+            "selection": {
+                "_target_": "bev_lightning.models.selection.BoxSelection",
+                "score_threshold": 0.1,
+            },
+        },
+        "evaluator": {
+            "_target_": "bev_lightning.metrics.nuscenes.NuScenesEvaluator",
+            "classes": ["car"],
+        },
+    }

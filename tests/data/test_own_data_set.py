@@ -27,7 +27,7 @@ class Warehouse:
 
     root: Path
     stamp: str = "1"
-    has_lenses: bool = False
+    has_distorted_images: bool = False
     scenes_without_can_bus: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ("0", "1", "2", "3")
 
@@ -51,7 +51,7 @@ class Warehouse:
         matrix = np.array([[60.0, 0, 31.5], [0, 60, 15.5], [0, 0, 1]])
         readings = Readings(
             channel=channels,
-            depth=np.zeros(3, np.int64),
+            sweep=np.zeros(3, np.int64),
             token=tuple(f"{token}-{channel}" for channel in channels),
             path=(f"{token}-left.jpg", f"{token}-right.jpg", f"{token}.bin"),
             timestamp=np.full(3, number * 500_000),
@@ -59,7 +59,7 @@ class Warehouse:
             global_from_ego=np.array([(float(number), *IDENTITY[1:])] * 3),
             intrinsic=np.stack([matrix, matrix, np.zeros((3, 3))]),
             size=np.array([[32, 64], [32, 64], [0, 0]]),
-            lens=np.zeros(3, np.int64),
+            camera_model=np.zeros(3, np.int64),
             distortion=np.zeros((3, 8)),
         )
         annotations = Annotations(

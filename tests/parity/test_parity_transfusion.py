@@ -59,7 +59,7 @@ def make_head(
         ffn_channels=config["ffn_channel"],
         dropout=config["dropout"],
         height_shift=height_shift,
-        choice=BoxSelection(
+        selection=BoxSelection(
             score_threshold=coder["score_threshold"] or None,
             range_m=coder["post_center_range"],
             circle_radius_m=circle_radius_m,

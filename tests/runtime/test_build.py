@@ -53,6 +53,14 @@ def test_channels_last_changes_only_the_memory_layout() -> None:
     assert all(torch.equal(plain[name], laid[name]) for name in plain)
 
 
+def test_regions_need_a_network_that_lists_them() -> None:
+    cfg = resolve(load_config("train", ["hardware=cpu", "compile=regions"]), Machine(num_cpus=2))
+    module = build_module(cfg)
+    module.network = torch.nn.Identity()
+    with pytest.raises(InputError, match="compile=regions needs .* dense_regions, which Identity"):
+        prepare_execution(module, cfg)
+
+
 def test_the_learning_rate_is_scaled_once() -> None:
     overrides = ["hardware=cpu", "optim.lr=2e-4", "optim.scale_lr=sqrt", "optim.base_batch=8"]
     cfg = resolve(load_config("train", [*overrides, "data.batch_size=2"]), Machine(num_cpus=2))

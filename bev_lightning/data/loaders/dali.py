@@ -236,7 +236,7 @@ class EncodedImageSource:
 
     Attributes:
         steps: the micro-steps.
-        pending_images, pending_clouds: batches of the micro-steps that DALI has got, oldest first,
+        pending_images, pending_clouds: batches of the micro-steps that DALI works on, oldest first,
             or the exception with which a micro-step ended; None at the end. Each has one consumer.
     """
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from bev_lightning.data.atomic_files import lock
+from bev_lightning.atomic_files import lock
 from bev_lightning.data.samples.file_sources import choose_reduction
 from bev_lightning.errors import InputError
 

@@ -176,7 +176,7 @@ def undistort(
 
 
 def change_colours(change: ColourChange, image: np.ndarray) -> np.ndarray:
-    """:meth:`ColourChange.distort` of an image ``(H, W, 3)`` uint8 or float32 of the 0..255 scale,
+    """:meth:`ColourChange.apply` of an image ``(H, W, 3)`` uint8 or float32 of the 0..255 scale,
     as float32, in one pass."""
     out = np.empty(image.shape, np.float32)
     apply_change(

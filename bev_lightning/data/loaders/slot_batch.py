@@ -121,7 +121,7 @@ class BatchMetadata:
 
 
 def view_pixels(metadata: BatchMetadata, arrays: SlotArrays) -> Tensor:
-    """Images ``(T, B, N, H, W, 3)`` of the samples that there are, in the slot's memory."""
+    """Images ``(T, B, N, H, W, 3)`` of the batch's samples, in the slot's memory."""
     return torch.from_numpy(arrays.images)[:, : metadata.batches[0].size]
 
 

@@ -75,7 +75,7 @@ def write_index(
     stamp: str,
     num_workers: int,
     reference: str,
-    alone: bool,
+    holds_lock: bool,
 ) -> None:
     """Build the index file; a killed build continues with the parts that are finished.
 
@@ -83,12 +83,12 @@ def write_index(
         path: the Arrow file to write.
         stamp: :func:`stamp_tables` of the tables.
         root, version, num_workers, reference: as of :func:`open_index`.
-        alone: as of :func:`bev_lightning.data.resumable_jobs.open_parts`.
+        holds_lock: as of :func:`bev_lightning.data.resumable_jobs.open_parts`.
 
     Raises:
         InputError: a table is missing, empty or broken, or changed meanwhile.
     """
-    folder, parts = root / version, open_parts(path, stamp, alone)
+    folder, parts = root / version, open_parts(path, stamp, holds_lock)
     tables = read_small_tables(folder)
     if not tables.scenes:
         raise InputError(f"the tables in {folder} hold no sample: download the metadata again")
@@ -132,7 +132,7 @@ def write_index(
         "reference": reference,
         "splits": splits,
         "scenes_without_can_bus": [name for name, found in measured.items() if not found],
-        "has_lenses": bool(tables.lens.any()),
+        "has_distorted_images": bool(tables.camera_model.any()),
         "channels": tables.channels,
         "categories": tables.categories,
         "attributes": tables.attributes,
@@ -229,34 +229,34 @@ def _join_readings(
     channel = tables.channel[calibration]
     previous = find_rows(table["previous"], table["token"], "sample_data")
 
-    # chain[s, c, d]: the row of sample s's reading d steps before the key frame's; -1 for none.
+    # chain[s, c, n]: the row of sample s's reading n sweeps before the key frame's; -1 for none.
     chain = np.full((num, len(tables.channels), MAX_SWEEPS + 1), -1)
     keys = np.flatnonzero(_numbers(table["key"]))
     chain[sample[keys], channel[keys], 0] = keys  # of several the last counts
-    for depth in range(1, MAX_SWEEPS + 1):
-        before = chain[..., depth - 1]
-        chain[..., depth] = np.where(before >= 0, previous[before], -1)
-    owner, lane, steps = np.nonzero(chain >= 0)
-    rows = chain[owner, lane, steps]
+    for number in range(1, MAX_SWEEPS + 1):
+        before = chain[..., number - 1]
+        chain[..., number] = np.where(before >= 0, previous[before], -1)
+    sample_of, channel_of, sweep = np.nonzero(chain >= 0)
+    rows = chain[sample_of, channel_of, sweep]
     poses, times = _numbers(table["pose"]).reshape(-1, 7), _numbers(table["timestamp"])
     reference = _find_reference(inputs, chain[..., 0], times, first)
 
     # Calibrations that a sample's readings share are kept once.
     num_calibrations = len(tables.channel)
-    pairs, which = np.unique(owner * num_calibrations + calibration[rows], return_inverse=True)
+    pairs, which = np.unique(sample_of * num_calibrations + calibration[rows], return_inverse=True)
     owners, used = np.divmod(pairs, max(1, num_calibrations))
     starts = _offsets(owners, num)
     taken = table.take(pa.array(rows))
     lists = _to_lists(
         "readings",
-        _offsets(owner, num),
+        _offsets(sample_of, num),
         {
-            "channel": pa.array(lane, pa.int8()),
-            "depth": pa.array(steps, pa.int8()),
+            "channel": pa.array(channel_of, pa.int8()),
+            "sweep": pa.array(sweep, pa.int8()),
             "token": taken["token"],
             "path": taken["path"],
             "timestamp": taken["timestamp"],
-            "calibration": pa.array(which - starts[owner], pa.int16()),
+            "calibration": pa.array(which - starts[sample_of], pa.int16()),
             "global_from_ego": taken["pose"],
             "size": taken["size"],
         },
@@ -267,7 +267,7 @@ def _join_readings(
         {
             "ego_from_sensor": fixed_size_lists(tables.ego_from_sensor[used], pa.float64()),
             "intrinsic": fixed_size_lists(tables.intrinsic[used], pa.float64()),
-            "lens": pa.array(tables.lens[used], pa.int8()),
+            "camera_model": pa.array(tables.camera_model[used], pa.int8()),
             "distortion": fixed_size_lists(tables.distortion[used], pa.float64()),
         },
     )

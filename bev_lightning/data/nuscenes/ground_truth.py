@@ -58,7 +58,7 @@ def _read_sample(sample: Sample) -> GroundTruth:
             )
     # The devkit measures from the ego pose of the lidar; a rig without one has another reference.
     readings = sample.readings
-    lidar = [row for row in readings.find(LIDAR) if readings.depth[row] == 0]
+    lidar = [row for row in readings.find(LIDAR) if readings.sweep[row] == 0]
     ego_pose = readings.global_from_ego[lidar[0] if lidar else sample.find_reference()]
     return GroundTruth(
         ego_position=np.array(ego_pose[:3]),

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from bev_lightning.atomic_files import lock
 from bev_lightning.classes import CLASS_OF_CATEGORY
-from bev_lightning.data.atomic_files import lock
 from bev_lightning.data.checks import check_cache_dir, check_data_root
 from bev_lightning.data.nuscenes.build_index import stamp_tables, write_index
 from bev_lightning.data.nuscenes.json_tables import check_name
@@ -36,7 +36,7 @@ class Index:
         reference: the channel whose frame is the model's, or ``ego``.
         splits: scene names of each split that has scenes here.
         scenes_without_can_bus: names, in the tables' order.
-        has_lenses: whether any image has to be undistorted.
+        has_distorted_images: whether any image has to be undistorted.
         channels: sensor names; the file stores their numbers.
         category_classes: class of each category; empty for categories that have none.
         tokens: sample tokens, scene by scene, forward in time.
@@ -75,7 +75,7 @@ class Index:
         self.splits = {name: tuple(scenes) for name, scenes in notes["splits"].items()}
         self.scenes_without_can_bus = tuple(notes["scenes_without_can_bus"])
         self.reference: str = notes["reference"]
-        self.has_lenses: bool = notes["has_lenses"]
+        self.has_distorted_images: bool = notes["has_distorted_images"]
         self.channels = tuple(notes["channels"])
         self.num_batches: int = reader.num_record_batches
         self._categories: list[str] = notes["categories"]
@@ -204,23 +204,24 @@ def open_index(
     root = check_data_root(root, version)
     check_cache_dir(cache_dir, root)
     cache = Path(cache_dir).expanduser().resolve()
-    path = index_path(root, version, cache)
+    path = index_path(root, version, cache, reference)
     stamp = stamp_tables(root, version, num_workers, reference)
     index = _open_current(path, root, stamp, class_of_category)
     if index is not None:
         return index
-    with lock(path.with_suffix(".lock")) as alone:
+    with lock(path.with_suffix(".lock")) as holds_lock:
         # another process may have built it meanwhile
         index = _open_current(path, root, stamp, class_of_category)
         if index is None:
-            write_index(path, root, version, stamp, num_workers, reference, alone)
+            write_index(path, root, version, stamp, num_workers, reference, holds_lock)
             index = Index(path, root, class_of_category)
     return index
 
 
-def index_path(root: Path, version: str, cache: Path) -> Path:
-    """Path of the index file of a resolved root."""
-    key = hashlib.sha256(f"{root}\n{version}".encode()).hexdigest()[:12]
+def index_path(root: Path, version: str, cache: Path, reference: str = LIDAR) -> Path:
+    """Path of the index file of a resolved root; each model frame has its own."""
+    parts = [str(root), version] + ([reference] if reference != LIDAR else [])
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return cache / f"{root.name}-{version}-{key}-index.arrow"
 
 

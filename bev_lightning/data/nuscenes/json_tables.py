@@ -249,7 +249,7 @@ class SmallTables:
         channel: ``(C,)`` int8, number of each calibration's channel.
         ego_from_sensor: ``(C, 7)``.
         intrinsic: ``(C, 9)``, zero for other sensors than cameras.
-        lens, distortion: ``(C,)`` int8 and ``(C, 8)``, as of :class:`Readings`.
+        camera_model, distortion: ``(C,)`` int8 and ``(C, 8)``, as of :class:`Readings`.
         channels: names in alphabetical order.
         is_camera: ``(len(channels),)``.
         category_of_instance, attribute_of_token: numbers by token.
@@ -264,7 +264,7 @@ class SmallTables:
     channel: np.ndarray
     ego_from_sensor: np.ndarray
     intrinsic: np.ndarray
-    lens: np.ndarray
+    camera_model: np.ndarray
     distortion: np.ndarray
     channels: tuple[str, ...]
     is_camera: np.ndarray
@@ -289,7 +289,7 @@ def read_small_tables(folder: Path) -> SmallTables:
         for row in calibrations
     ]
     is_camera = np.array([name.startswith("CAM") for name in channels])
-    lens, distortion = _read_lenses(calibrations)
+    camera_model, distortion = _read_camera_models(calibrations)
     categories = read_table(folder, "category", ("token", "name"))
     category = {row["token"]: number for number, row in enumerate(categories)}
     attributes = read_table(folder, "attribute", ("token", "name"))
@@ -302,7 +302,7 @@ def read_small_tables(folder: Path) -> SmallTables:
         channel=np.array([channels.index(name) for name in names], np.int8),
         ego_from_sensor=read_poses("calibrated_sensor", calibrations),
         intrinsic=_read_intrinsics(calibrations, [name.startswith("CAM") for name in names]),
-        lens=lens,
+        camera_model=camera_model,
         distortion=distortion,
         channels=channels,
         is_camera=is_camera,
@@ -407,10 +407,10 @@ def _read_intrinsics(calibrations: list[dict[str, Any]], is_camera: list[bool]) 
     return intrinsic
 
 
-def _read_lenses(calibrations: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+def _read_camera_models(calibrations: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
     """Camera model and distortion of each calibration, from the optional fields ``camera_model``
     and ``camera_distortion`` (nuImages' name). nuScenes has neither: its images are rectified."""
-    lens = np.zeros(len(calibrations), np.int8)
+    camera_model = np.zeros(len(calibrations), np.int8)
     distortion = np.zeros((len(calibrations), MAX_COEFFICIENTS))
     for row, record in enumerate(calibrations):
         given = record.get("camera_distortion") or []
@@ -419,11 +419,11 @@ def _read_lenses(calibrations: list[dict[str, Any]]) -> tuple[np.ndarray, np.nda
         model = record.get("camera_model") or "brown_conrady"
         where = f"the record {record['token']} of calibrated_sensor.json"
         check_camera_model(model, len(given), where)
-        lens[row] = list(CAMERA_MODELS).index(model)
+        camera_model[row] = list(CAMERA_MODELS).index(model)
         distortion[row, : len(given)] = read_numbers(
             "calibrated_sensor", [record], "camera_distortion", (len(given),)
         )
-    return lens, distortion
+    return camera_model, distortion
 
 
 def _lookup(rows: Mapping[str, _Value], token: str, table: str) -> _Value:

@@ -50,7 +50,7 @@ def filter_missing(
         needs[token] = []
         for channel, sweeps in num_sweeps.items():
             rows = sample.readings.find(channel)[: sweeps + 1]
-            if not rows or sample.readings.depth[rows[0]] != 0:
+            if not rows or sample.readings.sweep[rows[0]] != 0:
                 dropped[token] = (
                     f"sample {token} ({sample.scene_name}) has no {channel} record in the tables "
                     f"of {index.root}"

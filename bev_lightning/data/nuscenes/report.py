@@ -182,7 +182,7 @@ def _count(
     paths = batch.column("readings.path").values.to_pylist()
     sizes = batch.column("readings.size").values.values.to_numpy().reshape(-1, 2).tolist()
     sensors = _values(batch, "readings.channel").tolist()
-    sweep = _values(batch, "readings.depth") > 0
+    sweep = _values(batch, "readings.sweep") > 0
     seen: set[str] = set()
     # Key frames first: the previous key frame is also among the sweeps of the next.
     for row in np.argsort(sweep, kind="stable").tolist():

@@ -1,7 +1,7 @@
 """A key frame as annotated (units and frames of nuScenes), and the interface to read them.
 
-A reader of another data set implements :class:`SampleIndex`: it is all that the rest of the
-pipeline asks of a data set.
+A reader of another data set implements :class:`SampleIndex`: the rest of the pipeline
+reads a data set through it only.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class Readings:
 
     Attributes:
         channel: S names such as CAM_FRONT.
-        depth: ``(S,)`` int64 number of sweeps back from the key frame, 0 for the key frame's.
+        sweep: ``(S,)`` int64 number of sweeps back from the key frame, 0 for the key frame's.
         token: S sample_data tokens.
         path: S paths relative to the data root, with forward slashes.
         timestamp: ``(S,)`` int64 [microseconds].
@@ -32,12 +32,12 @@ class Readings:
         global_from_ego: ``(S, 7)`` likewise, at the reading's timestamp.
         intrinsic: ``(S, 3, 3)`` float64 camera matrix [pixels], zero for other sensors.
         size: ``(S, 2)`` int64 height, width [pixels], zero for other sensors.
-        lens: ``(S,)`` int64 index of the camera model in ``CAMERA_MODELS``.
+        camera_model: ``(S,)`` int64 index of the camera model in ``CAMERA_MODELS``.
         distortion: ``(S, 8)`` float64 its coefficients, padded with zeros.
     """
 
     channel: tuple[str, ...]
-    depth: np.ndarray
+    sweep: np.ndarray
     token: tuple[str, ...]
     path: tuple[str, ...]
     timestamp: np.ndarray
@@ -45,13 +45,13 @@ class Readings:
     global_from_ego: np.ndarray
     intrinsic: np.ndarray
     size: np.ndarray
-    lens: np.ndarray
+    camera_model: np.ndarray
     distortion: np.ndarray
 
     def find(self, channel: str) -> list[int]:
         """Rows of a channel, key frame first; empty where the rig has no such sensor."""
         rows = [row for row, name in enumerate(self.channel) if name == channel]
-        return sorted(rows, key=lambda row: int(self.depth[row]))
+        return sorted(rows, key=lambda row: int(self.sweep[row]))
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Sample:
         if self.reference != EGO:
             return self.readings.find(self.reference)[0]
         apart = np.abs(self.readings.timestamp - self.timestamp)
-        return int(np.where(self.readings.depth == 0, apart, np.inf).argmin())
+        return int(np.where(self.readings.sweep == 0, apart, np.inf).argmin())
 
 
 class SampleIndex(Protocol):
@@ -132,7 +132,7 @@ class SampleIndex(Protocol):
     Attributes:
         root: folder that ``Readings.path`` is relative to.
         tokens: all sample tokens, scene by scene, forward in time.
-        has_lenses: whether any image has to be undistorted.
+        has_distorted_images: whether any image has to be undistorted.
         scenes_without_can_bus: names of scenes whose ``Sample.can_bus`` is not measured.
         path: file beside which derived files are stored and after which they are named, such as the
             ground-truth database; outside the root.
@@ -144,7 +144,7 @@ class SampleIndex(Protocol):
     @property
     def tokens(self) -> Sequence[str]: ...
     @property
-    def has_lenses(self) -> bool: ...
+    def has_distorted_images(self) -> bool: ...
     @property
     def scenes_without_can_bus(self) -> Sequence[str]: ...
     @property

@@ -4,7 +4,7 @@ import pyarrow as pa
 
 from bev_lightning.data.distortion import MAX_COEFFICIENTS
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 LIDAR = "LIDAR_TOP"
 EGO = "ego"  # instead of a channel: the vehicle frame
 MAX_SWEEPS = 10
@@ -15,7 +15,7 @@ _POSE = pa.list_(_REAL, 7)
 PARTS = {
     "readings": {
         "channel": pa.int8(),
-        "depth": pa.int8(),
+        "sweep": pa.int8(),
         "token": _TEXT,
         "path": _TEXT,
         "timestamp": pa.int64(),
@@ -26,7 +26,7 @@ PARTS = {
     "calibrations": {
         "ego_from_sensor": _POSE,
         "intrinsic": pa.list_(_REAL, 9),
-        "lens": pa.int8(),
+        "camera_model": pa.int8(),
         "distortion": pa.list_(_REAL, MAX_COEFFICIENTS),
     },
     "annotations": {
@@ -46,7 +46,7 @@ PARTS = {
 """List columns of a sample, with an item for each reading, each calibration that its readings use
 (``readings.calibration`` indexes these) and each box. Channels, categories and attributes are
 indices into the names in the metadata (attributes: -1 for none, -2 for several),
-lenses into ``distortion.CAMERA_MODELS``."""
+camera models into ``distortion.CAMERA_MODELS``."""
 SCHEMA = pa.schema(
     [
         *((name, _TEXT) for name in ("token", "scene_token", "scene_name", "previous", "next")),

@@ -85,13 +85,14 @@ class SensorRig:
         object.__setattr__(self, "camera_models", camera_models)
 
     def camera_model(self, channel: str, readings: Readings, row: int) -> CameraModel | None:
-        """What an image was taken through; None for a plain pinhole.
+        """Camera model of an image; None for a plain pinhole.
 
         Args:
             row: of the image among the readings.
         """
         settings = self.camera_models.get(channel, CameraModelSettings())
-        model, distortion = list(CAMERA_MODELS)[readings.lens[row]], readings.distortion[row]
+        model = list(CAMERA_MODELS)[readings.camera_model[row]]
+        distortion = readings.distortion[row]
         if settings.model is not None:
             model = settings.model
             given = tuple(settings.distortion or ())

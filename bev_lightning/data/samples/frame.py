@@ -132,7 +132,7 @@ class FrameSource:
         self.tokens, self.dropped = filter_missing(
             self.index, self.tokens, self.inputs, self.on_missing
         )
-        self.has_distorted_images = self.index.has_lenses or bool(self.rig.camera_models)
+        self.has_distorted_images = self.index.has_distorted_images or bool(self.rig.camera_models)
         self._kept = frozenset(self.tokens)
 
     def __len__(self) -> int:
@@ -323,7 +323,7 @@ class FrameSource:
             return ()
         readings = sample.readings
         found = [
-            (int(readings.depth[row]), sensor, row)
+            (int(readings.sweep[row]), sensor, row)
             for sensor, channel in enumerate(radar.channels)
             for row in readings.find(channel)[: radar.sweeps + 1]
         ]

@@ -223,17 +223,17 @@ def render_camera(
         pixels ``(O,)`` that each object would cover without occlusion.
     """
     assert mount.intrinsic is not None
-    look = scene.look
+    appearance = scene.appearance
     return _render(
         pose,
         _find_rays(mount),
         mount.intrinsic,
         mount.camera_model is None,
         *scene.geometry(time_s),
-        look.sun,
-        look.exposure,
-        look.haze,
-        look.sky,
+        appearance.sun,
+        appearance.exposure,
+        appearance.haze,
+        appearance.sky,
     )
 
 

@@ -4,19 +4,17 @@ The devkit, the index and the evaluator read it like nuScenes. Scenes have names
 splits, so that the official evaluator scores them.
 """
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from bev_lightning.atomic_files import lock
 from bev_lightning.data.process_pool import map_in_processes
 from bev_lightning.data.synthetic.rig import CAMERAS, Array
 from bev_lightning.data.synthetic.scene import draw_strip
@@ -122,8 +120,7 @@ def generate(root: Path, spec: SyntheticSpec, num_workers: int = 0) -> None:
     root = Path(root).expanduser().resolve()
     if _is_current(root, spec):
         return
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with _exclusive(root.parent / f".{root.name}.lock"):
+    with lock(root.parent / f".{root.name}.lock", "paths.data"):
         if _is_current(root, spec):  # another process generated it meanwhile
             return
         if root.exists() and any(root.iterdir()):
@@ -166,14 +163,6 @@ def _is_current(root: Path, spec: SyntheticSpec) -> bool:
     # Data sets from before there were other rigs have the first one.
     found.setdefault("spec", {}).setdefault("rig", "nuscenes")
     return bool(found == _marker(spec))
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold a file lock, which is released even when the process is killed."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _write_tree(root: Path, spec: SyntheticSpec, num_workers: int) -> None:

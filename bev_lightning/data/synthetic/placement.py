@@ -16,7 +16,7 @@ from bev_lightning.data.synthetic.scene import (
     MARKING,
     PAVEMENT,
     STEP_S,
-    Look,
+    Appearance,
     Road,
     Scene,
     draw_strip,
@@ -299,12 +299,12 @@ class _SceneBuilder:
             parts=np.concatenate(self.parts),
             first_part=first.astype(np.int64),
             hulls=np.concatenate([(low + high) / 2, (high - low) / 2], axis=1),
-            look=_look(self.rng, self.road),
+            appearance=_appearance(self.rng, self.road),
             sway=self.rng.uniform(0, 2 * np.pi, 2),
         )
 
 
-def _look(rng: np.random.Generator, road: Road) -> Look:
+def _appearance(rng: np.random.Generator, road: Road) -> Appearance:
     height, turn = rng.uniform(0.4, 1.2), rng.uniform(-np.pi, np.pi)
     sun = np.array([np.cos(height) * np.cos(turn), np.cos(height) * np.sin(turn), np.sin(height)])
     clear = rng.random()
@@ -329,4 +329,4 @@ def _look(rng: np.random.Generator, road: Road) -> Look:
     for offset in (-1.8, 5.4):
         strip(offset + 0.1, offset - 0.1, MARKING, dash=True)
     exposure, haze = float(rng.uniform(0.72, 1.12)), 1 / rng.uniform(90, 400)
-    return Look(sun, exposure, haze, sky, np.asarray(image), corner)
+    return Appearance(sun, exposure, haze, sky, np.asarray(image), corner)

@@ -48,7 +48,7 @@ class Road:
 
 
 @dataclass(frozen=True)
-class Look:
+class Appearance:
     """Weather and ground of a scene: direction to the sun ``(3,)``, exposure, haze (extinction,
     1/m), sky colours ``(2, 3)`` at the horizon and above, and the ground map ``(Y, X)`` of GRASS ..
     LOT with its lower corner ``(2,)`` [m]."""
@@ -88,13 +88,13 @@ class Scene:
     parts: Array
     first_part: NDArray[np.int64]
     hulls: Array
-    look: Look
+    appearance: Appearance
     sway: Array
 
     def geometry(self, time_s: float) -> Geometry:
         """What the ray casters read of objects and ground, in the order of their arguments."""
-        poses, look = self.object_poses(time_s), self.look
-        return poses, self.hulls, self.parts, self.first_part, look.ground, look.corner
+        poses, appearance = self.object_poses(time_s), self.appearance
+        return poses, self.hulls, self.parts, self.first_part, appearance.ground, appearance.corner
 
     def _at(self, table: Array, time_s: float) -> Array:
         step = (time_s - self.times[0]) / STEP_S

@@ -8,7 +8,7 @@ import numpy as np
 
 from bev_lightning.errors import InputError
 
-_QUEUE_STREAM = 5  # a random stream of its own: it does not change the other augmentation
+_QUEUE_STREAM = 5  # separate random stream: it does not change the other augmentation
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bev_lightning.data.transforms.augment import Augment
 
-_STREAM = 2  # a random stream of its own: it does not change the other augmentation
+_STREAM = 2  # separate random stream: it does not change the other augmentation
 
 
 @dataclass(frozen=True)

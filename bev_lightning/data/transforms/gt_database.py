@@ -51,8 +51,7 @@ class GroundTruthDatabase:
         if notes["schema"] != SCHEMA_VERSION:
             raise InputError(
                 f"the ground-truth database {path} has schema {notes['schema']}, not "
-                f"{SCHEMA_VERSION}: rebuild it with python -m bev_lightning.prepare and the model= "
-                f"and data= overrides of this run"
+                f"{SCHEMA_VERSION}: start again to rebuild it"
             )
         self.classes: tuple[str, ...] = tuple(notes.get("classes", DETECTION_CLASSES))
         self.stamp: str = notes["stamp"]

@@ -16,7 +16,7 @@ from bev_lightning.data.transforms.gt_database import GroundTruthDatabase
 from bev_lightning.errors import InputError
 from bev_lightning.structures import Boxes3D, Inputs, LidarInput
 
-_STREAM = 1  # a random stream of its own: GT sampling does not change the other augmentation
+_STREAM = 1  # separate random stream: GT sampling does not change the other augmentation
 
 
 @dataclass(frozen=True)

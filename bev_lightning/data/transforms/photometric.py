@@ -15,7 +15,7 @@ from torch import Tensor
 from bev_lightning.data.transforms.augment import Augment
 from bev_lightning.structures import CameraInput
 
-_STREAM = 4  # a random stream of its own: it does not change the other augmentation
+_STREAM = 4  # separate random stream: it does not change the other augmentation
 
 
 @dataclass(frozen=True)

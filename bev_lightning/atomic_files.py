@@ -1,4 +1,4 @@
-"""Atomic writes and inter-process locks for files in the cache folder."""
+"""Atomic writes and inter-process locks."""
 
 import contextlib
 import errno
@@ -12,10 +12,13 @@ from bev_lightning.errors import InputError
 
 
 @contextlib.contextmanager
-def replace_file(path: Path) -> Iterator[IO[bytes]]:
+def replace_file(path: Path, key: str = "paths.cache") -> Iterator[IO[bytes]]:
     """Open a file for writing that replaces ``path`` atomically when the block succeeds.
 
     It is a temporary file in the same folder, so that no reader sees an incomplete file.
+
+    Args:
+        key: config key of the folder, for the error message.
 
     Raises:
         InputError: the disk is full or the folder cannot be written to.
@@ -35,15 +38,20 @@ def replace_file(path: Path) -> Iterator[IO[bytes]]:
                 os.unlink(temporary)
         if isinstance(error, OSError) and (temporary is None or error.errno == errno.ENOSPC):
             raise InputError(
-                f"{path} cannot be written ({error.strerror}): free space, or set paths.cache to a "
+                f"{path} cannot be written ({error.strerror}): free space, or set {key} to a "
                 f"folder that can be written to"
             ) from None
         raise
 
 
 @contextlib.contextmanager
-def lock(path: Path) -> Iterator[bool]:
+def lock(path: Path, key: str = "paths.cache") -> Iterator[bool]:
     """Hold an inter-process lock; creates the folder where it is absent.
+
+    The lock is released even when the process is killed.
+
+    Args:
+        key: as of :func:`replace_file`.
 
     Yields:
         whether the lock is held. Where the file system cannot lock, all processes proceed: the
@@ -58,8 +66,8 @@ def lock(path: Path) -> Iterator[bool]:
             file = stack.enter_context(open(path, "w"))
         except OSError as error:
             raise InputError(
-                f"{path} cannot be written ({error.strerror}): set paths.cache to a folder that "
-                f"can be written to"
+                f"{path} cannot be written ({error.strerror}): set {key} to a folder that can be "
+                f"written to"
             ) from None
         try:
             import fcntl
