@@ -179,6 +179,4 @@ def _rename_arguments(cfg: DictConfig, names: Mapping[str, str | None]) -> None:
                 value = cfg._get_node(former)
                 del cfg[former]
                 if present is not None:
-                    cfg[present] = OmegaConf.merge({present: cfg.get(present)}, {present: value})[
-                        present
-                    ]
+                    cfg.merge_with({present: value})

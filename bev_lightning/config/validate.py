@@ -331,14 +331,14 @@ def _check_cards(cfg: DictConfig, machine: Machine) -> None:
             f"{machine.num_cuda_devices}; {fix}"
         )
     capability = get_value(cfg, "hardware.capability")
-    if _is_number(capability) and (machine.capability or 0) < capability:
+    if is_number(capability) and (machine.capability or 0) < capability:
         raise InputError(
             f"{name} needs compute capability {capability}, the {machine.card} here has "
             f"{machine.capability}; {fix}"
         )
     memory = get_value(cfg, "hardware.memory_gib")
     # Cards report a little less than their nominal memory.
-    if _is_number(memory) and (machine.memory_gib or 0) < 0.9 * memory:
+    if is_number(memory) and (machine.memory_gib or 0) < 0.9 * memory:
         raise InputError(
             f"{name} needs cards of {memory:g} GiB, the {machine.card} here has "
             f"{machine.memory_gib:.0f} GiB; {fix}"
