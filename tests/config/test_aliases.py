@@ -153,7 +153,7 @@ def test_overrides_get_present_names(former: str, present: str) -> None:
 
 
 def test_every_present_key_composes() -> None:
-    models = (["model=bevfusion_lidar", "data/gt_sampling=published"], ["model=bevformer_toy"])
+    models = (["model=bevfusion_lidar", "data/gt_sampling=published"], ["model=bevformer_tiny"])
     configs = [load_config("train", overrides) for overrides in models]
     for former in KEYS:
         if "/" not in former:
