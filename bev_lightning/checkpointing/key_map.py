@@ -13,22 +13,12 @@ from torch import Tensor
 Rename = tuple[str, str]
 
 
+# Changes how a value is stored: (our name, value) -> value.
+ValueChange = Callable[[str, Tensor], Tensor]
+
+
 def _unchanged(name: str, value: Tensor) -> Tensor:
     return value
-
-
-@dataclass(frozen=True)
-class ValueMap:
-    """How a part's values are stored: two functions ``(our name, value) -> value``, inverse to
-    each other; unchanged by default."""
-
-    to_ours: Callable[[str, Tensor], Tensor] = _unchanged
-    to_official: Callable[[str, Tensor], Tensor] = _unchanged
-
-    @classmethod
-    def self_inverse(cls, change: Callable[[str, Tensor], Tensor]) -> "ValueMap":
-        """From a function that is its own inverse."""
-        return cls(change, change)
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,7 @@ class Part:
         renames: pairs (official, ours) of pieces of names. A piece matches at the beginning of a
             level of the name (with ``^``: of the name); ``#`` matches a number. To ours they are
             applied in order, to the official names in reverse order.
-        values: how the values are stored.
+        values: changes of the values to ours and to the official ones, inverse to each other.
         ignored: pattern of official names, without the prefix, that have no counterpart.
         constants: further entries of the official state dict, without the prefix, which follow
             from the configuration.
@@ -49,7 +39,7 @@ class Part:
     official: str
     ours: str | None
     renames: tuple[Rename, ...] = ()
-    values: ValueMap = ValueMap()
+    values: tuple[ValueChange, ValueChange] = (_unchanged, _unchanged)
     ignored: str | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -136,19 +126,13 @@ def translate_to_ours(state: Mapping[str, Tensor], parts: Sequence[Part]) -> Tra
     parts match a name, the one with the longest prefix counts."""
     result = Translation({}, {}, [])
     for official, value in state.items():
-        part = max(
-            (part for part in parts if official.startswith(part.official)),
-            key=lambda part: len(part.official),
-            default=None,
-        )
+        part = _part_of(official, parts, lambda part: part.official)
         name = None if part is None else part.name_ours(official[len(part.official) :])
-        if part is not None and name is None:
-            continue
-        if part is None or part.ours is None or name is None:
+        if part is None or (part.ours is None and name is not None):
             result.unknown.append(official)
-            continue
-        result.state[part.ours + name] = part.values.to_ours(name, value).contiguous()
-        result.sources[part.ours + name] = official
+        elif part.ours is not None and name is not None:
+            result.state[part.ours + name] = part.values[0](name, value).contiguous()
+            result.sources[part.ours + name] = official
     return result
 
 
@@ -156,22 +140,23 @@ def translate_to_official(state: Mapping[str, Tensor], parts: Sequence[Part]) ->
     """Our names and values to the official ones, with the constants of the parts."""
     result = Translation({}, {}, [])
     for ours, value in state.items():
-        part = max(
-            (part for part in parts if part.ours is not None and ours.startswith(part.ours)),
-            key=lambda part: len(part.ours or ""),
-            default=None,
-        )
+        part = _part_of(ours, parts, lambda part: part.ours)
         if part is None or part.ours is None:
             result.unknown.append(ours)
             continue
         name = ours[len(part.ours) :]
         official = part.official + part.name_official(name)
-        result.state[official] = part.values.to_official(name, value).contiguous()
+        result.state[official] = part.values[1](name, value).contiguous()
         result.sources[official] = ours
     for part in parts:
-        constants = part.constants.items()
-        result.state.update({part.official + name: value for name, value in constants})
+        result.state.update({part.official + name: v for name, v in part.constants.items()})
     return result
+
+
+def _part_of(name: str, parts: Sequence[Part], prefix: Callable[[Part], str | None]) -> Part | None:
+    """The part with the longest matching prefix."""
+    matching = [p for p in parts if (start := prefix(p)) is not None and name.startswith(start)]
+    return max(matching, key=lambda part: len(prefix(part) or ""), default=None)
 
 
 def _substitute(before: str, after: str, name: str) -> str:

@@ -21,7 +21,6 @@ from bev_lightning.checkpointing.key_map import (
     Fit,
     Part,
     Rename,
-    ValueMap,
     fit,
     translate_to_official,
     translate_to_ours,
@@ -70,6 +69,7 @@ _TRANSFUSION: tuple[Rename, ...] = (
     ("self_posembed.position_embedding_head.", "query_position."),
     ("cross_posembed.position_embedding_head.", "key_position."),
 )
+_NORMS: tuple[Rename, ...] = tuple((f"norms.{i}.", f"norm{i + 1}.") for i in range(3))
 _DECODER_LAYER: dict[str, tuple[Rename, ...]] = {
     "mit": (("self_attn.", "self_attention."), ("multihead_attn.", "cross_attention.")),
     "mmdetection3d": (
@@ -77,9 +77,7 @@ _DECODER_LAYER: dict[str, tuple[Rename, ...]] = {
         ("cross_attn.attn.", "cross_attention."),
         ("ffn.layers.0.0.", "linear1."),
         ("ffn.layers.1.", "linear2."),
-        ("norms.0.", "norm1."),
-        ("norms.1.", "norm2."),
-        ("norms.2.", "norm3."),
+        *_NORMS,
     ),
 }
 _SWIN: tuple[Rename, ...] = (
@@ -91,25 +89,11 @@ _SWIN: tuple[Rename, ...] = (
     ("ffn.layers.0.0.", "mlp.0."),
     ("ffn.layers.1.", "mlp.2."),
 )
-_FPN: tuple[Rename, ...] = (
-    ("^lateral_convs.#.conv.", "^lateral_convs.#."),
-    ("^fpn_convs.#.conv.", "^fpn_convs.#."),
-)
-_LIFT_FPN: tuple[Rename, ...] = (
-    ("^lateral_convs.#.conv.", "^lateral_convs.#.0."),
-    ("^lateral_convs.#.bn.", "^lateral_convs.#.1."),
-    ("^fpn_convs.#.conv.", "^fpn_convs.#.0."),
-    ("^fpn_convs.#.bn.", "^fpn_convs.#.1."),
-)
-_LIFT: tuple[Rename, ...] = (("^dtransform.", "^depth_encoder."), ("^depthnet.", "^depth_net."))
 _CODE_WEIGHTS = torch.tensor([1.0] * 8 + [0.2] * 2)
-_LIFT_CONSTANTS = r"^(dx|bx|nx|frustum)$"
 _BEVFORMER_LAYER: tuple[Rename, ...] = (
     ("ffns.0.layers.0.0.", "feed_forward.linear1."),
     ("ffns.0.layers.1.", "feed_forward.linear2."),
-    ("norms.0.", "norm1."),
-    ("norms.1.", "norm2."),
-    ("norms.2.", "norm3."),
+    *_NORMS,
 )
 
 
@@ -140,18 +124,17 @@ def _swap_box_code(name: str, value: Tensor) -> Tensor:
     return _swap_xy(name, value)
 
 
-_BEV = ValueMap.self_inverse(_swap_xy)
+_BEV = (_swap_xy, _swap_xy)
 _SPARSE = {
     # spconv 1: (kx, ky, kz, Cin, Cout)
-    "mit": ValueMap.self_inverse(_swap_xyz),
+    "mit": (_swap_xyz, _swap_xyz),
     # spconv 2: (Cout, kx, ky, kz, Cin)
-    "mmdetection3d": ValueMap(
+    "mmdetection3d": (
         lambda name, value: value.permute(3, 2, 1, 4, 0) if value.dim() == 5 else value,
         lambda name, value: value.permute(4, 2, 1, 0, 3) if value.dim() == 5 else value,
     ),
 }
-_BGR = ValueMap.self_inverse(_rgb_from_bgr)
-_HEAD = {"mit": _BEV, "mmdetection3d": ValueMap.self_inverse(_swap_box_code)}
+_HEAD = {"mit": _BEV, "mmdetection3d": (_swap_box_code, _swap_box_code)}
 
 
 def convert_to_ours(
@@ -340,7 +323,7 @@ def module_part(module: nn.Module, published: str) -> Part:
 @module_part.register
 def _(module: ResNet, published: str) -> Part:
     # The caffe style was trained on BGR images, and ours are RGB.
-    return Part("", "", values=_BGR if module.caffe_style else ValueMap())
+    return Part("", "", values=(_rgb_from_bgr,) * 2) if module.caffe_style else Part("", "")
 
 
 @module_part.register
@@ -358,18 +341,27 @@ def _(module: Swin, published: str) -> Part:
 
 @module_part.register
 def _(module: FPN, published: str) -> Part:
-    return Part("", "", _FPN)
+    convs = ("lateral_convs", "fpn_convs")
+    return Part("", "", tuple((f"^{name}.#.conv.", f"^{name}.#.") for name in convs))
 
 
 @module_part.register
 def _(module: LiftFPN, published: str) -> Part:
-    return Part("", "", _LIFT_FPN)
+    return Part(
+        "",
+        "",
+        tuple(
+            (f"^{name}.#.{theirs}.", f"^{name}.#.{ours}.")
+            for name in ("lateral_convs", "fpn_convs")
+            for ours, theirs in enumerate(("conv", "bn"))
+        ),
+    )
 
 
 @module_part.register
 def _(module: LiftSplat, published: str) -> Part:
-    values = ValueMap.self_inverse(_swap_xy_of_lift)
-    return Part("", "", _LIFT, values, ignored=_LIFT_CONSTANTS)
+    renames = (("^dtransform.", "^depth_encoder."), ("^depthnet.", "^depth_net."))
+    return Part("", "", renames, (_swap_xy_of_lift,) * 2, r"^(dx|bx|nx|frustum)$")
 
 
 @module_part.register

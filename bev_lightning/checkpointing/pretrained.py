@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from bev_lightning.checkpointing.key_map import Part, translate_to_ours
 from bev_lightning.checkpointing.official import convert_module
 from bev_lightning.checkpointing.weights import read_state
 from bev_lightning.errors import InputError
@@ -14,18 +15,20 @@ from bev_lightning.models.image import ResNet
 from bev_lightning.models.swin import Swin
 
 _TIMM_SWIN = (
-    (r"^patch_embed\.proj\.", "patch_embed."),
-    (r"^patch_embed\.norm\.", "patch_norm."),
-    (r"^layers\.(\d+)\.blocks\.", r"stages.\1."),
-    (r"\.attn\.", ".attention."),
-    (r"\.mlp\.fc1\.", ".mlp.0."),
-    (r"\.mlp\.fc2\.", ".mlp.2."),
+    ("^patch_embed.proj.", "^patch_embed."),
+    ("^patch_embed.norm.", "^patch_norm."),
+    ("^layers.#.blocks.", "^stages.#."),
+    ("attn.", "attention."),
+    ("mlp.fc1.", "mlp.0."),
+    ("mlp.fc2.", "mlp.2."),
 )
 _TORCHVISION_SWIN = (
-    (r"^features\.0\.0\.", "patch_embed."),
-    (r"^features\.0\.2\.", "patch_norm."),
-    (r"\.attn\.", ".attention."),
-    (r"\.mlp\.3\.", ".mlp.2."),
+    ("^features.0.0.", "^patch_embed."),
+    ("^features.0.2.", "^patch_norm."),
+    *((f"^features.{2 * i + 1}.", f"^stages.{i}.") for i in range(4)),
+    *((f"^features.{2 * i + 2}.", f"^downsamples.{i}.") for i in range(3)),
+    ("attn.", "attention."),
+    ("mlp.3.", "mlp.2."),
 )
 
 
@@ -79,8 +82,7 @@ def _read(source: str) -> dict[str, Tensor]:
             f"pretrained={source} is neither a file nor one of torchvision's weights; give a path, "
             "or a name such as ResNet50_Weights.IMAGENET1K_V2"
         ) from None
-    state: dict[str, Tensor] = dict(weights.get_state_dict(progress=True, check_hash=True))
-    return state
+    return dict(weights.get_state_dict(progress=True, check_hash=True))
 
 
 @singledispatch
@@ -100,12 +102,14 @@ def _(backbone: ResNet, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @backbone_weights.register
 def _(backbone: Swin, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "features.0.0.weight" in state:
-        return {_torchvision_name(name): _reorder(name, value) for name, value in state.items()}
+        return translate_to_ours(state, [Part("", "", _TORCHVISION_SWIN, (_reorder,) * 2)]).state
     if any(name.endswith("patch_embed.projection.weight") for name in state):
         return convert_module(backbone, state, _prefix(state, "patch_embed.projection.weight"))
     # timm counts a merging to the stage after it, the original code to the stage before it.
     first = 1 if any(re.match(r"layers\.3\.downsample\.", name) for name in state) else 0
-    return {_timm_name(name, first): _reorder(name, value) for name, value in state.items()}
+    merging = ((f"^layers.{i + first}.downsample.", f"^downsamples.{i}.") for i in range(3))
+    part = Part("", "", (*_TIMM_SWIN, *merging), (_reorder,) * 2)
+    return translate_to_ours(state, [part]).state
 
 
 def _prefix(state: Mapping[str, Tensor], name: str) -> str:
@@ -114,32 +118,10 @@ def _prefix(state: Mapping[str, Tensor], name: str) -> str:
     return min(found, key=len, default="")
 
 
-def _torchvision_name(name: str) -> str:
-    for pattern, replacement in _TORCHVISION_SWIN:
-        name = re.sub(pattern, replacement, name)
-    if found := re.match(r"features\.(\d+)\.", name):
-        number, rest = int(found[1]), name[found.end() :]
-        name = (
-            f"stages.{number // 2}.{rest}"
-            if number % 2
-            else f"downsamples.{number // 2 - 1}.{rest}"
-        )
-    return name
-
-
-def _timm_name(name: str, first_merging: int) -> str:
-    for pattern, replacement in _TIMM_SWIN:
-        name = re.sub(pattern, replacement, name)
-    if found := re.match(r"layers\.(\d+)\.downsample\.", name):
-        name = f"downsamples.{int(found[1]) - first_merging}.{name[found.end() :]}"
-    return name
-
-
 def _reorder(name: str, value: Tensor) -> Tensor:
     """Reorder patch merging's inputs: theirs are 2x2 tokens by column, then row, then channel, ours
     by channel, then row, then column."""
-    merges = re.search(r"(features\.[246]|downsample)\.(norm|reduction)\.", name)
-    if merges is None:
+    if not name.startswith("downsamples."):
         return value
     tokens = value.unflatten(-1, (2, 2, -1))  # column, row, channel
     return tokens.movedim(-1, -3).transpose(-1, -2).flatten(-3).contiguous()

@@ -25,8 +25,7 @@ def read_state(checkpoint: str | Path) -> dict[str, Tensor]:
     """
     try:
         if Path(checkpoint).suffix == ".safetensors":
-            state: dict[str, Tensor] = load_file(checkpoint)
-            return state
+            return load_file(checkpoint)
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
         for key in ("state_dict", "model"):
             if isinstance(content.get(key), Mapping):
